@@ -27,7 +27,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-b
 
 .DEFAULT_GOAL := help
 .PHONY: help up down test cluster-test kernels-check quick check lint types imports budgets proto \
-	proto-check api-docs api-docs-check chart-files format soak gpu-test clients-test install install-dev clean
+	proto-check api-docs api-docs-check chart-files format properties soak gpu-test clients-test install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
@@ -42,6 +42,7 @@ help:
 	@echo "make proto      generate runtime/pb from proto/"
 	@echo "make api-docs   write the endpoints and fields of docs/api.md"
 	@echo "make chart-files  write what the Helm chart has from elsewhere"
+	@echo "make properties  run the property tests with examples of their own"
 	@echo "make soak       the long tests        make gpu-test   the tests that need a GPU"
 	@echo "make clean      remove .venv, .venv-kernels, .venv-clients, .prometheus-3 and caches"
 
@@ -61,6 +62,11 @@ cluster-test: install-dev
 
 quick: install-dev
 	$(BIN)/python scripts/quick.py $(BESIDE)
+
+# Of `make test`, with examples that no run before has drawn.
+properties: install-dev
+	TANDEM_OTHER_EXAMPLES=1 $(BIN)/python -m pytest -q -rfEs $(BESIDE) \
+		-m 'hypothesis and not gpu and not cluster and not soak and not clients'
 
 soak: install-dev
 	$(BIN)/python -m pytest -q -m soak

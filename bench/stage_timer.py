@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from bench.bounds import Hardware
 from engine.attention.kernels import VarlenLengths
 from engine.attention.paged_queries import PagedQueries
+from engine.data_sheets import Hardware
 from engine.formats.base import Formats, NumberFormat
 from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import Fp8Rows

@@ -27,8 +27,12 @@ def tell_tokens(
     request: DecodeRequest,
     tokens: Sequence[SampledToken],
     reason: FinishReason | None,
+    num_drafts: int = 0,
 ) -> None:
-    """The request's latest output tokens, and whether they end the request."""
+    """The latest output tokens of a request, by a step that verified so many drafts for it.
+
+    `reason`: why they end the request, if they do.
+    """
     inner = request.request
     with_timings = reason is not None or not request.has_news
     request.has_news = True
@@ -41,6 +45,7 @@ def tell_tokens(
         finish_reason=reason,
         timings=_timings(request) if with_timings else None,
         num_cached_tokens=inner.num_cached_tokens,
+        num_drafts=num_drafts,
     )
     news.add(request.router_id, delta)
 

@@ -24,7 +24,11 @@ from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
 from engine.boot.captured import try_to_capture
+from engine.boot.moves import OpenMoves
+from engine.boot.open_budget import open_budget
 from engine.boot.rank import BootedRank
+from engine.draft_budget import DraftBudget
+from engine.experts.counted import CountedExperts
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.memory.block_pool import BlockPool
 from engine.memory.kv_pool import KVPool
@@ -32,6 +36,7 @@ from engine.memory.pinned_blocks import PinnedBlocks
 from engine.options import EngineOptions, TokenSteps
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.lockstep import Lockstep, create_lockstep
+from engine.parallel.wait_recorder import WaitRecorder
 from engine.sampling.graph_sampler import GraphSampler
 from engine.streams import Streams
 from kv_transfer.layout import KVDtype, KVLayout
@@ -58,7 +63,8 @@ QUARANTINE_PATIENCE_S = 5.0
 class ModelSide:
     """The model of this rank, its KV memory, and how it keeps step with the other ranks.
 
-    `launch_waits` and `streams` are those of `BootedRank`.
+    `launch_waits`, `streams`, `experts`, `moves` and `waits` are those of `BootedRank`; `budget`
+    rides in the lockstep, where the drafts of a step are chosen, `max_drafts` at the most.
     """
 
     groups: ProcessGroups
@@ -72,6 +78,11 @@ class ModelSide:
     runner: StepRunner
     streams: Streams
     launch_waits: bool = False
+    budget: DraftBudget | None = None
+    max_drafts: int = 0
+    experts: CountedExperts | None = None
+    moves: OpenMoves | None = None
+    waits: WaitRecorder | None = None
 
     def close(self) -> None:
         """After the last step, all ranks together, before the groups end."""
@@ -136,19 +147,27 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
         PeerLostError: not all ranks came.
     """
     booted = boot_worker_rank(options)
-    runner = choose_runner(engine_options(options.section), booted, show=options.rank == 0)
+    engine = engine_options(options.section)
+    runner = choose_runner(engine, booted, show=options.rank == 0)
+    group = booted.groups.boot_group
+    budget = open_budget(engine, runner, group, max_model_len=booted.max_model_len)
     return ModelSide(
         groups=booted.groups,
         close_steps=runner.close,
         close_transfers=booted.close_transfers,
         epoch=booted.epoch,
-        lockstep=create_lockstep(booted.groups.ep_group, booted.epoch),
+        lockstep=create_lockstep(booted.groups.ep_group, booted.epoch, booted.waits, rider=budget),
+        waits=booted.waits,
         vocab_size=booted.config.vocab_size,
         max_model_len=booted.max_model_len,
         kv_pool=booted.kv_pool,
         runner=runner,
         streams=booted.streams,
         launch_waits=booted.launch_waits,
+        budget=budget,
+        max_drafts=engine.draft_choices.most,
+        experts=booted.experts,
+        moves=booted.moves,
     )
 
 
@@ -166,7 +185,7 @@ def choose_runner(options: EngineOptions, booted: BootedRank, *, show: bool) -> 
         PeerLostError: another rank ended meanwhile.
     """
     assert isinstance(options.steps, TokenSteps)
-    group, num_drafts = booted.groups.boot_group, options.steps.num_speculative_tokens
+    group, num_drafts = booted.groups.boot_group, options.draft_choices
     capture = partial(
         capture_steps,
         booted.runner,
@@ -181,7 +200,7 @@ def choose_runner(options: EngineOptions, booted: BootedRank, *, show: bool) -> 
     every_size = range(1, options.max_num_seqs + 1)
     call = partial(capture, buckets=every_size, use_graphs=False)
     if not options.wants_graphs:
-        return call() if num_drafts else GraphRunner(booted.runner, None)
+        return call() if num_drafts.most else GraphRunner(booted.runner, None)
     captured = try_to_capture(
         options,
         lambda told: capture(progress=told),
@@ -190,7 +209,7 @@ def choose_runner(options: EngineOptions, booted: BootedRank, *, show: bool) -> 
         show=show,
     )
     if captured is None:
-        return call() if num_drafts else GraphRunner(booted.runner, None)
+        return call() if num_drafts.most else GraphRunner(booted.runner, None)
     return captured
 
 
@@ -267,7 +286,7 @@ def build_rank(
         _host_store(side, decode.preemption_host_blocks),
         max_num_seqs=decode.max_num_seqs,
         max_model_len=side.max_model_len,
-        drafts=DraftSteps(num_drafts=decode.num_speculative_tokens, takes=GraphSampler.takes),
+        drafts=DraftSteps(num_drafts=side.max_drafts, takes=GraphSampler.takes),
     )
     limits = RankLimits(
         max_model_len=side.max_model_len,

@@ -30,6 +30,7 @@ class Delta:
         error: why, with ERROR and ABORT.
         timings: with the first delta and with the last.
         num_cached_tokens: tokens of the context that this rank's prefix cache gave.
+        num_drafts: that the step of these tokens verified.
         is_silent: the router knows; the delta only ends the request in our books.
     """
 
@@ -41,6 +42,7 @@ class Delta:
     error: TandemError | None = None
     timings: common_pb2.Timings | None = None
     num_cached_tokens: int = 0
+    num_drafts: int = 0
     is_silent: bool = False
     row_id: int = 0
 
@@ -78,6 +80,7 @@ class Delta:
             error=error,
             timings=self.timings,
             num_cached_tokens=self.num_cached_tokens,
+            num_drafts=self.num_drafts,
         )
 
 
@@ -101,6 +104,9 @@ def fill_frame(frame: decode_pb2.Frame, deltas: Iterable[Delta]) -> None:
     columns.token_ids.extend(token_ids)
     if len(token_ids) > len(rows):
         columns.num_tokens.extend([len(row.token_ids) for row in rows])
+    num_drafts = [row.num_drafts for row in rows]
+    if any(num_drafts):
+        columns.num_drafts.extend(num_drafts)
 
 
 class StepNews:

@@ -15,6 +15,8 @@ from decode.frames import Delta
 from decode.metrics import DecodeMetrics
 from decode.rank import DecodeRank
 from decode.scheduler import StepPlan
+from engine.draft_budget import DraftBudget, DraftedStep
+from engine.parallel.wait_recorder import WaitRecorder
 from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest
 from engine.step_error import StepError
@@ -40,6 +42,7 @@ class StepRunner(Protocol):
         *,
         after: PendingStep | None = None,
         group_mean: int = 0,
+        num_drafts: int | None = None,
     ) -> PendingStep:
         """Issue one step to the device and return without waiting for it.
 
@@ -48,10 +51,11 @@ class StepRunner(Protocol):
             after: the step before, if its tokens are not read: they are what `scheduled` runs where
                 `num_unread` says so.
             group_mean: tokens that a rank of the group runs in this step on average, rounded up.
+            num_drafts: of each request, the same on all ranks; None where there is no choice.
         """
         ...
 
-    def run_dummy(self, *, group_mean: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0, num_drafts: int | None = None) -> None:
         """Launch our part in the other ranks' step without a request of our own."""
         ...
 
@@ -68,14 +72,27 @@ class DecodeSteps:
         publish: Publish,
         name: RankName,
         tell_cache: Callable[[], None] = lambda: None,
+        budget: DraftBudget | None = None,
+        waits: WaitRecorder | None = None,
     ) -> None:
-        """`publish` takes the news of every step; `name` is for the rank's last words.
+        """Take a rank, its runner, and who is told.
 
-        `tell_cache` is called after every step, to hand over what happened to the prefix cache.
+        Args:
+            rank: the books.
+            runner: of its steps.
+            metrics: of the worker.
+            publish: takes the news of every step.
+            name: for the rank's last words.
+            tell_cache: called after every step, to hand over what happened to the prefix cache.
+            budget: rides in the lockstep, and says how many drafts the step has that was agreed on
+                there; None where that is no choice.
+            waits: told how much KV a step reads.
         """
+        self._budget = budget
+        self._drafted: dict[int, DraftedStep] = {}  # by `id` of the plan, until it is booked
         self._rank, self._runner, self._metrics = rank, runner, metrics
         self._publish, self._name = publish, name
-        self._tell_cache = tell_cache
+        self._tell_cache, self._waits = tell_cache, waits
 
     @property
     def is_empty(self) -> bool:
@@ -92,7 +109,12 @@ class DecodeSteps:
 
     def plan(self, complete_launched: Callable[[], None]) -> StepPlan:
         """One token a request, and its drafts."""
-        return self._rank.plan_step(complete_launched)
+        plan = self._rank.plan_step(complete_launched)
+        if self._budget is not None:
+            self._budget.plan([item.request for item in plan.requests])
+        if self._waits is not None:
+            self._waits.num_context_tokens = sum(item.start for item in plan.scheduled)
+        return plan
 
     def launch(
         self,
@@ -102,23 +124,41 @@ class DecodeSteps:
         meanwhile: Callable[[], None],
     ) -> PendingStep:
         """Issue the step, which is short: results wait for its end."""
-        return self._runner.launch(plan.scheduled, after=after, group_mean=group_mean)
+        if self._budget is None:
+            return self._runner.launch(plan.scheduled, after=after, group_mean=group_mean)
+        drafted = self._budget.launch()
+        pending = self._runner.launch(
+            plan.scheduled, after=after, group_mean=group_mean, num_drafts=drafted.num_drafts
+        )
+        self._drafted[id(plan)] = drafted
+        return pending
 
     def launch_dummy(self, group_mean: int) -> None:
         """Run a padding token."""
-        self._runner.run_dummy(group_mean=group_mean)
+        if self._budget is None:
+            self._runner.run_dummy(group_mean=group_mean)
+            return
+        drafted = self._budget.launch()
+        self._runner.run_dummy(group_mean=group_mean, num_drafts=drafted.num_drafts)
 
     def give_up(self, plan: StepPlan, error: StepError) -> None:
         """No token comes of it."""
+        self._drafted.pop(id(plan), None)
         self._rank.give_up_step(plan, error)
 
     def book(
         self, plan: StepPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:
         """Give the tokens to their requests."""
-        num_tokens = self._rank.complete_step(plan, [result.tokens for result in results])
+        if self._budget is not None:
+            self._budget.book(self._drafted.pop(id(plan)), results, seconds)
+        num_tokens = self._rank.complete_step(
+            plan,
+            [result.tokens for result in results],
+            [result.num_verified for result in results],
+        )
         self._metrics.stepped(len(results), num_tokens, seconds)
-        self._rank.stepped(len(results), seconds)
+        self._rank.stepped(len(results), seconds, results[0].max_drafts)
         if idle_s is not None:
             self._metrics.step_waited(idle_s)
 

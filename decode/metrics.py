@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from decode.draft_metrics import DraftMetrics
 from decode.transfer_metrics import TransferMetrics
 from runtime.errors import ErrorCode, TandemError
 from runtime.lifecycle import DecodeStatus
@@ -26,7 +27,10 @@ _STEP_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1
 
 
 class DecodeMetrics:
-    """The `pd_decode_*` metrics of one process; `transfers` are those per prefill worker."""
+    """The `pd_decode_*` metrics of one process.
+
+    `transfers` are those per prefill worker, `drafts` those of speculation.
+    """
 
     num_tokens = 0
     """Of all steps so far, for the router."""
@@ -40,6 +44,7 @@ class DecodeMetrics:
             return Histogram(name, documentation, buckets=LATENCY_BUCKETS_S, registry=registry)
 
         self.transfers = TransferMetrics(registry)
+        self.drafts = DraftMetrics(registry)
         self._requests = Gauge(
             "pd_decode_num_requests", "Live requests by state", ["status"], registry=registry
         )

@@ -181,15 +181,23 @@ class DecodeRank:
         self._metrics.scheduled(len(plan.preempted), len(plan.resumed))
         return plan
 
-    def complete_step(self, plan: StepPlan, sampled: Sequence[Sequence[SampledToken]]) -> int:
+    def complete_step(
+        self,
+        plan: StepPlan,
+        sampled: Sequence[Sequence[SampledToken]],
+        verified: Sequence[int] = (),
+    ) -> int:
         """Book the tokens of each request, one or with drafts more; how many there were.
+
+        `verified`: drafts of each that the step verified; empty for a step without.
 
         A request that ended since the step was planned gets none, and one that ends gets none
         behind that: nobody hears of those tokens. One without any has no usable logits, or nothing
         that its constraint allows, and fails alone.
         """
         num_tokens = 0
-        for request, tokens in zip(plan.requests, sampled, strict=True):
+        verified = verified or [0] * len(sampled)
+        for request, tokens, num_drafts in zip(plan.requests, sampled, verified, strict=True):
             if not self._scheduler.land(request):
                 continue
             if not tokens:
@@ -199,7 +207,8 @@ class DecodeRank:
                 continue
             given, reason = self._append(request, tokens)
             num_tokens += len(given)
-            tell_tokens(self.news, request, given, reason)
+            self._metrics.drafts.verified(num_drafts, len(given) - 1)
+            tell_tokens(self.news, request, given, reason, num_drafts)
             if reason is not None:
                 self._growth.observe(request.request.num_output_tokens, request.request.sampling)
                 self._metrics.decoded(self._clock() - request.started_at)
@@ -223,9 +232,10 @@ class DecodeRank:
             if self._scheduler.land(request) and error.ends(request.request_id):
                 self.live.end(request, FinishReason.ERROR, error.answer(request.request_id))
 
-    def stepped(self, num_requests: int, seconds: float) -> None:
-        """A step of so many requests took so long."""
+    def stepped(self, num_requests: int, seconds: float, max_drafts: int = 0) -> None:
+        """A step of so many requests took so long; it had room for so many drafts of each."""
         self._scheduler.steps.observe(num_requests, seconds)
+        self._metrics.drafts.stepped(max_drafts)
 
     def load(self) -> registry_pb2.WorkerLoad:
         """What the router should know of us; also mirrored into the metrics."""

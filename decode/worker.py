@@ -29,14 +29,19 @@ from decode.service import DecodeService
 from decode.spans import record_request
 from engine.boot.rank import use_device
 from engine.constraint.constraints import Constraints
+from engine.experts.votes import ExpertTurns, StandingExperts
 from kv_transfer.receiver import Arrival
 from runtime.call_server import CarriedMethod, carry
 from runtime.errors import DrainingError, PeerLostError
 from runtime.pb import cache_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
+from runtime.rank_picture import block_to_proto
 from runtime.spans import open_spans
 from runtime.worker import WorkerOptions
 from worker.cache_log import CacheFeed
 from worker.cache_service import CacheService
+from worker.expert_load import open_expert_load, told_of
+from worker.expert_moves import ExpertMoves, open_expert_moves
+from worker.expert_service import add_experts
 from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import LoopOptions, steps_ahead
@@ -55,6 +60,7 @@ class DecodeDriver:
     ) -> None:
         """`build_model` blocks: it runs on a thread of its own."""
         self._options, self._build_model = options, build_model
+        self._moves: ExpertMoves | None = None
 
     def boot(self) -> HostedRank:
         """Boot the rank, and let its memory be written."""
@@ -72,6 +78,7 @@ class DecodeDriver:
     def build(self, host: WorkerHost, closing: contextlib.AsyncExitStack) -> tuple[Loop, Endpoint]:
         """Make the service, the engine loop, and what carries between them."""
         self._host, self._event_loop = host, asyncio.get_running_loop()
+        self._closing = closing
         settings = self._options.config.kv_transfer
         self._metrics = metrics = DecodeMetrics(host.registry)
         self._transfer.watch(host.registry)
@@ -79,8 +86,13 @@ class DecodeDriver:
         self._load = rank.load()
         self._record_spans(rank, host, closing)
         self._cache = CacheFeed(rank.pool, lambda work: engine.post(work))
+        self._experts = open_expert_load(self._side.experts, lambda work: engine.post(work))
         engine = self._make_loop(rank, metrics)
         host.health.watch_loop(engine)
+        if self._experts is not None:
+            self._experts.watch(host.registry)
+        if self._moves is not None:
+            self._moves.watch(host.registry, host.health)
         host.health.add("receiver", thread_check(lambda: self._transfer.receiver.is_alive))
         self._bridge = RankBridge(engine, rank)
         self._places = Places(self._options.config.decode.num_places)
@@ -108,7 +120,7 @@ class DecodeDriver:
                 max_num_requests=self._options.config.decode.num_places,
                 kv_block_bytes=self._side.kv_pool.block_bytes,
             ),
-            load=self._worker_load,
+            load=self._renewed_load,
             refuse=lambda: self._service.refuse_new(),
             drain=self._drain,
             sweep=self._sweep,
@@ -140,6 +152,8 @@ class DecodeDriver:
             publish=self._publish,
             name=name,
             tell_cache=self._cache.tell,
+            budget=side.budget,
+            waits=side.waits,
         )
         options = LoopOptions(
             name=name,
@@ -147,8 +161,21 @@ class DecodeDriver:
             max_ahead=steps_ahead(section.max_ahead, launch_waits=side.launch_waits),
             limit_s=lambda num_tokens: section.step_timeout_s,
             enter_thread=partial(use_device, side.kv_pool.device),
+            launched=told_of(self._experts),
+            experts=self._moving(),
         )
         return EngineLoop(steps, side.lockstep, options)
+
+    def _moving(self) -> ExpertTurns:
+        """What moves experts between steps, where they may."""
+        moves, feed = self._side.moves, self._experts
+        if moves is None or feed is None:
+            return StandingExperts()
+        epoch = self._side.epoch
+        opened = open_expert_moves(self._options, moves, feed.experts, feed, epoch=epoch)
+        self._closing.callback(opened.close)
+        self._moves = opened
+        return opened.rebalancer
 
     def _serve(self, server: grpc.aio.Server, address: str) -> None:
         identity, transport = self._host.identity, self._options.config.kv_transfer.transport
@@ -180,6 +207,7 @@ class DecodeDriver:
         carry(server, Reserve=reserve)
         cache = CacheService(identity, self._cache, self._worker_load)
         cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
+        add_experts(server, identity, self._options, self._experts)
 
     def _worker_load(self) -> registry_pb2.WorkerLoad:
         metrics = self._metrics
@@ -189,8 +217,16 @@ class DecodeDriver:
         load.num_steps_done = metrics.num_steps
         load.num_requests_done = metrics.num_requests
         load.busy_s, load.clock_s = metrics.busy_s, time.monotonic()
+        metrics.drafts.tell(load)
         for peer, (num_bytes, seconds) in metrics.transfers.received().items():
             load.received.add(peer=peer, num_bytes=num_bytes, seconds=seconds)
+        return load
+
+    def _renewed_load(self) -> registry_pb2.WorkerLoad:
+        """For renewals, which alone tell how long the ranks wait for one another."""
+        load, waits = self._worker_load(), self._side.waits
+        if waits is not None:
+            load.waits.extend(block_to_proto(block) for block in waits.blocks)
         return load
 
     async def _drain(self, deadline_s: float) -> None:

@@ -19,7 +19,7 @@ from deploy.plan import num_devices_needed, plan_instances
 from deploy.ports import free_ports, listen_at
 from deploy.ray_connection import FAR_AWAY, ray_host
 from engine.model.registry import read_config, spec_of
-from engine.model.spec import CommonConfig, num_expert_slots, num_experts
+from engine.model.spec import CommonConfig, num_expert_slots
 from kv_transfer.transports import expected_transport
 from router.keys.source import KeySource, key_source
 from router.keys.tiers import check_tiers_of, unreachable_tiers
@@ -29,7 +29,7 @@ from runtime.errors import ConfigError
 from runtime.net import is_loopback, is_wildcard
 from runtime.network import address_towards, own_address
 from runtime.tiers import Tiers
-from worker.engine_options import parallel_dims
+from worker.engine_options import parallel_dims, recorded_load
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -217,16 +217,23 @@ def _check_files(config: ClusterConfig) -> None:
 
 def _check_parallel(config: ClusterConfig, model: CommonConfig) -> None:
     prefill, decode = config.prefill, config.decode
-    field, num_redundant = "decode.num_redundant_experts", decode.num_redundant_experts
-    for section, num_slots in (
-        (prefill, num_experts(model)),
-        (decode, num_expert_slots(model, num_redundant, field=field)),
-    ):
+    for role, section in (("prefill", prefill), ("decode", decode)):
+        field = f"{role}.num_redundant_experts"
+        num_slots = num_expert_slots(model, section.num_redundant_experts, field=field)
+        dims = parallel_dims(section)
         try:
-            parallel_dims(section).check_model(model, num_physical_experts=num_slots)
+            dims.check_model(model, num_physical_experts=num_slots)
         except ConfigError as error:
             path, value = section.ranks_field, section.num_ranks
             raise ConfigError(path, value, error.problem, error.fix) from error
+        load = recorded_load(config, role)
+        if load is None:
+            continue
+        if model.experts is None:
+            problem = f"{model.architecture} has no experts"
+            raise ConfigError(load.field, str(load.path), problem, "leave it out")
+        layers = model.expert_layers(with_mtp=config.decode.has_drafts)
+        load.table(model.experts, layers=layers, num_slots=num_slots, num_ranks=dims.ep)
 
 
 def _check_drafts(config: ClusterConfig, model: CommonConfig) -> None:

@@ -21,10 +21,12 @@ from deploy.commands import (
     down,
     drain,
     events,
+    experts,
     generate,
     keys,
     logs,
     model,
+    ranks,
     restart,
     router,
     scale,
@@ -76,9 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    running = (status, logs, events, generate, chat, scale, drain, restart, apply, down)
+    running = (status, logs, events, ranks, generate, chat, scale, drain, restart, apply, down)
+    before = (validate, keys, doctor, model, experts, bench)
     by_hand = (worker, router, certificates)
-    for group in (up, *running, validate, keys, doctor, model, bench, *by_hand, completion):
+    for group in (up, *running, *before, *by_hand, completion):
         group.add_parser(commands)
     return parser
 

@@ -86,11 +86,12 @@ class DecodePlan:
         num_redundant_experts: slots beyond one per routed expert.
         max_tokens_per_rank: the constant of low-latency dispatch.
         max_num_seqs: requests of a step and rank.
-        num_speculative_tokens: drafts per request and step.
+        num_speculative_tokens: drafts per request, of the largest step.
+        is_adaptive: drafts are chosen before each step, and smaller ones may have more.
         by_nvlink: tokens travel by our own exchange, not by low-latency dispatch.
         block_size: tokens per KV block.
         latent_bytes: of one token and layer in the KV pool, 1152 in bfloat16.
-        num_graphs: batch buckets that are captured.
+        num_graphs: steps that are captured: batch buckets, and numbers of drafts of each.
         device_bytes: memory of the GPU.
     """
 
@@ -99,6 +100,7 @@ class DecodePlan:
     max_tokens_per_rank: int = 128
     max_num_seqs: int = 128
     num_speculative_tokens: int = 0
+    is_adaptive: bool = False
     by_nvlink: bool = False
     block_size: int = 64
     latent_bytes: int = 1152
@@ -108,7 +110,7 @@ class DecodePlan:
     @property
     def with_mtp(self) -> bool:
         """Whether the multi-token-prediction layers are built."""
-        return self.num_speculative_tokens > 0
+        return self.is_adaptive or self.num_speculative_tokens > 0
 
     @property
     def tokens_per_step(self) -> int:

@@ -11,6 +11,7 @@ from engine.graphs.buckets import batch_buckets
 from engine.model.spec import CommonConfig
 from runtime.config import ClusterConfig, DecodeSection
 from runtime.errors import ConfigError
+from worker.engine_options import engine_options
 
 _FIELDS = {
     "dp": "decode.dp",
@@ -38,16 +39,19 @@ def plan_decode_memory(config: ClusterConfig, model: CommonConfig) -> DecodeBudg
     if decode.device != "cuda" or not decode.device_memory_gib or experts is None:
         return None
     dtype = config.compute_dtype if decode.kv_dtype == "auto" else decode.kv_dtype
+    choices = engine_options(decode).draft_choices
+    buckets = batch_buckets(decode.max_num_seqs)
     plan = DecodePlan(
         num_ranks=decode.dp,
         num_redundant_experts=decode.num_redundant_experts,
         max_tokens_per_rank=decode.max_tokens_per_rank,
         max_num_seqs=decode.max_num_seqs,
-        num_speculative_tokens=decode.num_speculative_tokens,
+        num_speculative_tokens=choices.of(decode.max_num_seqs)[-1],
+        is_adaptive=choices.are_open,
         by_nvlink=decode.dispatcher == "nvlink",
         block_size=decode.block_size,
         latent_bytes=model.kv_spec.width * _ITEM_BYTES[dtype],
-        num_graphs=len(batch_buckets(decode.max_num_seqs)),
+        num_graphs=sum(len(choices.of(bucket)) for bucket in buckets),
         device_bytes=int(decode.device_memory_gib * decode_share(decode) * 2**30),
     )
     try:

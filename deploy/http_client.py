@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import json
 import ssl
+from typing import Any
 from urllib.parse import urlsplit
+
+from deploy.errors import ClusterError
+from runtime.net import Credentials
 
 
 def connect_http(
@@ -19,3 +24,28 @@ def connect_http(
     if parts.scheme == "https":
         return http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=context)
     return http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
+
+
+def fetch_json(endpoint: str, path: str, credentials: Credentials, *, timeout_s: float) -> Any:
+    """What the router at ``endpoint`` answers to a GET of ``path``.
+
+    Raises:
+        ClusterError: it does not answer, or refuses.
+    """
+    connection = connect_http(endpoint, credentials.client_ssl_context(), timeout_s=timeout_s)
+    try:
+        # Whoever has the secret is the cluster, also where the router asks for keys.
+        headers = {"Authorization": f"Bearer {credentials.secret}"}
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        body = response.read()
+        if response.status == 200:
+            return json.loads(body)
+        problem = f"it answered {response.status}"
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        problem = str(error) or type(error).__name__
+    finally:
+        connection.close()
+    raise ClusterError(
+        f"the router at {endpoint} does not say {path}: {problem}; see `tandem logs`"
+    )

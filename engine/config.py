@@ -118,6 +118,11 @@ class DeepseekV3Config:
         """Layers with routed experts, MTP layers not counted."""
         return max(0, self.num_hidden_layers - self.first_k_dense_replace)
 
+    def expert_layers(self, *, with_mtp: bool = False) -> range:
+        """See `CommonConfig`; MTP layers have experts too."""
+        end = self.num_kv_layers(with_mtp=with_mtp)
+        return range(min(self.first_k_dense_replace, end), end)
+
     def num_kv_layers(self, *, with_mtp: bool = False) -> int:
         """Layers that the KV pool must hold; an MTP layer has its own, after the others."""
         return self.num_hidden_layers + (self.num_nextn_predict_layers if with_mtp else 0)

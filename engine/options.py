@@ -18,6 +18,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from engine.draft_choices import AUTO_DRAFTS, DraftChoices
+from engine.graphs.buckets import batch_buckets
 from runtime.errors import ConfigError
 
 
@@ -115,7 +117,9 @@ class TokenSteps:
         max_tokens_per_rank: most tokens that a GPU rank sends to experts in a step; sizes the
             buffers of all ranks.
         num_speculative_tokens: drafts of a request and step; its last token and they are the rows
-            that it brings to a step.
+            that it brings to a step. "auto": chosen before every step, up to 3, as far as
+            `max_tokens_per_rank` has room for the rows.
+        record_waits: record how long ranks wait for one another (`engine.boot.waits`).
     """
 
     cuda_graphs: Switch = Switch.AUTO
@@ -123,7 +127,8 @@ class TokenSteps:
     dependent_launches: Switch = Switch.AUTO
     dispatcher: DispatcherKind = DispatcherKind.AUTO
     max_tokens_per_rank: int = 128
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: int | Literal[Switch.AUTO] = 0
+    record_waits: Switch = Switch.AUTO
     scatter_tokens: ClassVar[bool] = False
     """Each rank has requests of its own."""
     max_masked_tokens: ClassVar[int] = 0
@@ -141,6 +146,7 @@ class EngineOptions:
         num_threads: that compute, on a CPU.
         max_num_seqs: most requests of a step.
         num_redundant_experts: slots for second copies of experts, of all ranks together.
+        rebalance_experts: whether experts may change their slots while steps run.
         prefix: what whoever asked puts before a field's name, such as "decode."; none for a caller
             that made these options by hand.
 
@@ -154,6 +160,7 @@ class EngineOptions:
     num_threads: int = 1
     max_num_seqs: int = 16
     num_redundant_experts: int = 0
+    rebalance_experts: Switch = Switch.OFF
     prefix: str = ""
 
     def __post_init__(self) -> None:
@@ -168,7 +175,8 @@ class EngineOptions:
         match self.steps:
             case TokenSteps(max_tokens_per_rank=most, num_speculative_tokens=drafts):
                 self._check_least("max_tokens_per_rank", most, 1)
-                self._check_least("num_speculative_tokens", drafts, 0)
+                if drafts is not Switch.AUTO:
+                    self._check_least("num_speculative_tokens", drafts, 0)
             case ChunkSteps(max_masked_tokens=int(most)):
                 self._check_least("max_masked_tokens", most, 0)
         self._check_kv()
@@ -185,7 +193,17 @@ class EngineOptions:
         """Most tokens of a step, drafts included."""
         if isinstance(self.steps, ChunkSteps):
             return self.steps.max_num_batched_tokens
-        return self.max_num_seqs * (1 + self.steps.num_speculative_tokens)
+        return self.draft_choices.most_rows(batch_buckets(self.max_num_seqs))
+
+    @property
+    def draft_choices(self) -> DraftChoices:
+        """How many drafts a step may have."""
+        if isinstance(self.steps, ChunkSteps):
+            return DraftChoices()
+        asked = self.steps.num_speculative_tokens
+        if asked is Switch.AUTO:
+            return DraftChoices.up_to(AUTO_DRAFTS, max_rows=self.steps.max_tokens_per_rank)
+        return DraftChoices.always(asked)
 
     @property
     def wants_graphs(self) -> bool:

@@ -40,6 +40,9 @@ class StepResult:
         is_failed: a token was due, and the logits hold NaN or infinity, or the request's constraint
             leaves none: it has to end by its `failure`, which says nothing about the others.
         draft: of the token after `sampled`, where the step made one.
+        num_verified: drafts of the request that the step verified; those that were right are the
+            tokens behind `sampled`.
+        max_drafts: K of the step, which all its requests have rows for; 0 without drafts.
     """
 
     request: Request
@@ -48,6 +51,8 @@ class StepResult:
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     is_failed: bool = False
     draft: int | None = None
+    num_verified: int = 0
+    max_drafts: int = 0
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
@@ -95,17 +100,14 @@ class PendingStep:
         accepted = self.sample.accepted if isinstance(self.sample, PendingAccepted) else None
         return UnreadTokens(token_ids=self.sample.token_ids, places=places, accepted=accepted)
 
-    def read_tokens(self) -> dict[int, int]:
-        """Wait for the step's end; the usable tokens, by `id` of their requests.
-
-        Of a request with drafts that count the first: who asks has a constraint, and so has none.
-        """
+    def read_tokens(self) -> dict[int, list[int]]:
+        """Wait for the step's end; the usable tokens, by `id` of their requests."""
         if self.sample is None or self.is_usable is None:
             return {}
         self.copies.wait()
         samplers = (item.request for item in self.scheduled if item.samples)
-        tokens = zip(samplers, self.sample.host_ids.tolist(), self.is_usable.tolist(), strict=True)
-        return {id(request): token_id for request, token_id, is_usable in tokens if is_usable}
+        tokens = zip(samplers, self.sample.token_lists(), self.is_usable.tolist(), strict=True)
+        return {id(request): token_ids for request, token_ids, is_usable in tokens if is_usable}
 
     def collect(self) -> list[StepResult]:
         """Wait for the step's end; one result per scheduled request, in order.
@@ -123,11 +125,14 @@ class PendingStep:
         tokens = iter(_tokens_of(self.sample))
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
         drafts = iter(self.drafts.tolist() if self.drafts is not None else ())
+        accepted = self.sample if isinstance(self.sample, PendingAccepted) else None
+        verified = iter(accepted.num_verified if accepted is not None else ())
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
             token, *more = next(tokens) if item.samples else (None,)
             draft = next(drafts, None) if item.samples else None
-            is_failed = item.samples and not (next(usable) and _fits(item, token))
+            num_verified = next(verified, 0) if item.samples else 0
+            is_failed = item.samples and not (next(usable) and _fits(item, (token, *more)))
             results.append(
                 StepResult(
                     request=item.request,
@@ -136,6 +141,8 @@ class PendingStep:
                     prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
                     is_failed=is_failed,
                     draft=draft,
+                    num_verified=num_verified,
+                    max_drafts=accepted.max_drafts if accepted is not None else 0,
                 )
             )
         return results
@@ -164,12 +171,11 @@ def reader_of(after: PendingStep | None) -> ReadTokens:
     return after.read_tokens if after is not None else dict
 
 
-def _fits(item: ScheduledRequest, token: SampledToken | None) -> bool:
+def _fits(item: ScheduledRequest, tokens: Sequence[SampledToken | None]) -> bool:
     """Tell the request's matcher, if it has one; whether the request can go on."""
     matcher = item.request.matcher
     if matcher is None:
         return True
-    assert token is not None
     if matcher.error is None:
-        take_sampled(item, token.token_id)
+        take_sampled(item, [token.token_id for token in tokens if token is not None])
     return matcher.error is None

@@ -58,7 +58,7 @@ class PromptDrafts:
         batch: ForwardBatch,
         hidden_TD: Tensor,
         sampled_ids_L: Tensor | None,
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Issue the layer behind a step that this rank sampled in; the host does not wait.
 
         Args:
@@ -68,18 +68,23 @@ class PromptDrafts:
             sampled_ids_L: tokens of those that sample, in order, int64; None if none does.
 
         Returns:
-            [T, D], for `choose`.
+            [L, D] of the sampled rows, for `choose`; None if there are none.
         """
         known = chain.from_iterable(_followers(item) for item in scheduled)
-        (next_ids,) = upload([np.fromiter(known, dtype=np.int64)], hidden_TD.device)
-        if sampled_ids_L is not None:
-            next_ids.index_copy_(0, _rows(scheduled, hidden_TD.device), sampled_ids_L)
-        return self._run(batch, hidden_TD, next_ids)
+        next_ids, rows = upload(
+            [np.fromiter(known, dtype=np.int64), np.array(sampled_rows(scheduled), dtype=np.int64)],
+            hidden_TD.device,
+        )
+        if sampled_ids_L is None:
+            self._run(batch, hidden_TD, next_ids)
+            return None
+        next_ids.index_copy_(0, rows, sampled_ids_L)
+        return self._run(batch, hidden_TD, next_ids).index_select(0, rows)
 
     def choose(
         self,
         scheduled: Sequence[ScheduledRequest],
-        drafted_TD: Tensor,
+        drafted_LD: Tensor,
         sampled_ids_L: Tensor,
         copies: HostCopies,
     ) -> Tensor:
@@ -87,7 +92,7 @@ class PromptDrafts:
 
         Args:
             scheduled: what ran.
-            drafted_TD: of `run`.
+            drafted_LD: of `run`.
             sampled_ids_L: as there.
             copies: take the drafts to the host.
 
@@ -95,7 +100,7 @@ class PromptDrafts:
             [L] int64 on the host, once the copies are there.
         """
         samplers = [item for item in scheduled if item.samples]
-        logits = self.model.compute_logits(drafted_TD[_rows(scheduled, drafted_TD.device)])
+        logits = self.model.compute_logits(drafted_LD)
         finite = torch.isfinite(logits.sum(dim=-1))
         logits = torch.where(finite[:, None], logits, 0.0)  # any draft will do then
         inputs = [_input_behind(item) for item in samplers]
@@ -115,11 +120,6 @@ def _followers(item: ScheduledRequest) -> list[int]:
     if not item.samples:
         return item.request.token_ids(item.start + 1, item.end + 1)
     return [*item.request.token_ids(item.start + 1, item.end), 0]
-
-
-def _rows(scheduled: Sequence[ScheduledRequest], device: torch.device) -> Tensor:
-    (index,) = upload([np.array(sampled_rows(scheduled), dtype=np.int64)], device)
-    return index
 
 
 def _input_behind(item: ScheduledRequest) -> SamplingInput:

@@ -142,7 +142,8 @@ class Request:
             params=self.sampling,
             max_model_len=max_model_len,
         )
-        is_complete = self.matcher is not None and self.matcher.is_over
+        num_output, matcher = len(self.output_token_ids), self.matcher
+        is_complete = matcher is not None and matcher.is_over_after(num_output)
         return FinishReason.COMPLETE if is_complete and reason is not FinishReason.STOP else reason
 
 

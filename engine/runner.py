@@ -207,7 +207,7 @@ class ModelRunner:
         sampled = None if pending.sample is None else pending.sample.token_ids
         with nullcontext() if self.in_group else may_fail(device, has_joined=True):
             drafted = drafts.run(scheduled, batch, hidden, sampled)
-        if sampled is None:
+        if sampled is None or drafted is None:
             return pending
         with may_fail(device, has_joined=True):
             ids = drafts.choose(scheduled, drafted, sampled, pending.copies)

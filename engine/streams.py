@@ -32,6 +32,8 @@ class StreamUse(StrEnum):
     """The shared expert, beside routing and travelling tokens (`engine.side_stream`)."""
     KV_COPIES = "kv-copies"
     """KV blocks to and from pinned memory (`engine.memory.pinned_blocks`)."""
+    EXPERT_COPIES = "expert-copies"
+    """An expert that moves to another slot (`engine.experts.staging`)."""
 
 
 PRIORITY: Final = 0

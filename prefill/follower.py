@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch, pack_forward_batch
+from engine.operations import do_nothing
 from engine.step_error import StepError, may_fail
 from prefill.commands import (
     AbandonTicket,
@@ -72,6 +73,7 @@ class Follower:
         block_size: int,
         device: torch.device | str = "cpu",
         watch: Watch = lambda what, num_tokens: nullcontext(),
+        count: Callable[[], object] = do_nothing,
     ) -> None:
         """Build; `run` follows.
 
@@ -83,8 +85,9 @@ class Follower:
             block_size: tokens per block.
             device: of the rank.
             watch: limits the time of what may never return; nothing is changed in it.
+            count: takes part in adding up what the ranks' gates have counted.
         """
-        self._watch = watch
+        self._watch, self._count = watch, count
         self._plans = plans
         self._runner = runner
         self._sender = sender
@@ -124,6 +127,8 @@ class Follower:
             pushes, self._pushes = self._pushes, []
             if is_agreed and batch is not None:
                 self._run_step(batch, pushes)
+        if plan.kind is PlanKind.COUNT:
+            self._count()
         return plan.kind is not PlanKind.STOP
 
     def _answer(self, plan: StepPlan) -> RankAnswer:

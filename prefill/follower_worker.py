@@ -9,12 +9,14 @@ import contextlib
 from concurrent.futures import Future
 
 from engine.boot.rank import use_device
+from engine.experts.votes import ExpertTurns
 from prefill.assembly import build_rank
 from prefill.follower import Follower
 from prefill.rank_link import FollowerLink
 from prefill.rank_plan import Closure
 from runtime.logging import get_logger
 from runtime.worker import WorkerOptions
+from worker.expert_moves import open_expert_moves
 from worker.host import HostedRank, WorkerHost
 from worker.watched_thread import WatchedThread
 
@@ -44,13 +46,19 @@ class FollowerDriver:
         """Make the follower; this object is its loop."""
         parts, model = self._parts, self._parts.model
         self._follower = Follower(
-            FollowerLink(model.groups.tp_group, parts.plan_shape, model.epoch),
+            FollowerLink(
+                model.groups.tp_group,
+                parts.plan_shape,
+                model.epoch,
+                self._open_moves(host, closing),
+            ),
             model.runner,
             parts.send.sender,
             parts.send.push,
             block_size=model.kv_pool.block_size,
             device=model.kv_pool.device,
             watch=self._watch,
+            count=self._count,
         )
         return self, None
 
@@ -61,6 +69,25 @@ class FollowerDriver:
     def _run(self) -> None:
         use_device(self._parts.model.kv_pool.device)
         self._follower.run()
+
+    def _open_moves(
+        self, host: WorkerHost, closing: contextlib.AsyncExitStack
+    ) -> ExpertTurns | None:
+        """What moves experts between steps, where they may; rank 0 tells of their load."""
+        model = self._parts.model
+        if model.moves is None or model.experts is None:
+            return None
+        opened = open_expert_moves(
+            self._options, model.moves, model.experts, None, epoch=model.epoch
+        )
+        closing.callback(opened.close)
+        opened.watch(host.registry, host.health)
+        return opened.rebalancer
+
+    def _count(self) -> None:
+        experts = self._parts.model.experts
+        if experts is not None:
+            experts.counter.start_reading(experts.sharing)
 
     def _watch(self, what: str, num_tokens: int | None) -> contextlib.AbstractContextManager[None]:
         section = self._options.config.prefill

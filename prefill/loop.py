@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from engine.batch import ForwardBatch
+from engine.experts.votes import ExpertTurns, StandingExperts
 from engine.parallel.lockstep import Lockstep, SoloLockstep
 from engine.pending_step import PendingStep, StepResult
 from engine.runner import ModelRunner
@@ -63,7 +64,7 @@ class LoopSettings:
         idle_s: how often a loop that can run nothing looks at deadlines.
         heartbeat_s: followers hear of us at least so often.
         closure_poll_s: how often followers that owe closures are asked.
-        name, max_ahead, enter_thread, step_limit_s, watchdog: see `LoopOptions`.
+        name, max_ahead, enter_thread, launched, experts, step_limit_s, watchdog: see `LoopOptions`.
     """
 
     max_model_len: int
@@ -74,6 +75,8 @@ class LoopSettings:
     name: RankName = field(default_factory=lambda: RankName(instance="prefill"))
     max_ahead: int = 0
     enter_thread: Callable[[], None] = lambda: None
+    launched: Callable[[], None] = lambda: None
+    experts: ExpertTurns = field(default_factory=StandingExperts)
     step_limit_s: Callable[[int], float] = lambda num_tokens: 0.0
     watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
 
@@ -147,6 +150,8 @@ class EngineLoop:
             ahead_poll_s=AHEAD_POLL_S,
             limit_s=settings.step_limit_s,
             enter_thread=settings.enter_thread,
+            launched=settings.launched,
+            experts=settings.experts,
             watchdog=settings.watchdog,
             clock=clock,
         )

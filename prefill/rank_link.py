@@ -3,14 +3,19 @@
 Ranks meet here before every step, and now and then when there is none. Rank 0's side is
 `LeaderLink`, the others' `FollowerLink`; the messages are those of `prefill.rank_plan`. A rank that
 dies breaks the collective for all: the instance is over, and every process of it exits.
+
+Experts that move (`engine.experts.rebalancer`) change their slots here, too: with its answer to a
+plan each rank says how its experts stand in the step of that plan, and all conclude the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from engine.experts.votes import ExpertTurns, StandingExperts, conclude
 from engine.parallel.groups import RankGroup
 from engine.step_error import StepError
 from prefill.messages import RankClosed
@@ -33,12 +38,16 @@ from runtime.errors import InternalError
 class LeaderLink:
     """Rank 0's side; implements `sender_group.Followers`."""
 
-    def __init__(self, group: RankGroup, shape: PlanShape, epoch: int) -> None:
+    def __init__(
+        self, group: RankGroup, shape: PlanShape, epoch: int, experts: ExpertTurns | None = None
+    ) -> None:
+        """Meet in a group; `experts`: this rank's part in moving them, None where they stand."""
         assert group.rank == 0
-        self._group = group
+        self._group, self._experts = group, experts or StandingExperts()
         self._shape = shape
         self._epoch = epoch
         self._step = 0
+        self._held: list[RankClosed] = []  # heard where nobody asked for it
 
     @property
     def num_followers(self) -> int:
@@ -53,15 +62,24 @@ class LeaderLink:
         Raises:
             PeerLostError: a rank is gone.
             InternalError: a rank is out of step.
+            PlacementMismatchError: experts do not stand alike on all ranks.
         """
         size = self._shape.num_command_bytes
         pieces = [commands[start : start + size] for start in range(0, len(commands), size)]
-        closed: list[RankClosed] = []
+        closed, self._held = self._held, []
         for piece in pieces[:-1]:
             closed += self._send(PlanKind.COMMANDS, None, piece).closed
         kind = PlanKind.COMMANDS if batch is None else PlanKind.STEP
         answer = self._send(kind, batch, pieces[-1] if pieces else b"")
         return Answer([*closed, *answer.closed], answer.refusal)
+
+    def count(self) -> None:
+        """Have the other ranks join in adding up their counts (`prefill.group_counter`).
+
+        Raises:
+            PeerLostError: a rank is gone.
+        """
+        self._held += self._send(PlanKind.COUNT, None, b"").closed
 
     def stop(self) -> None:
         """Have the other ranks leave their loops."""
@@ -73,7 +91,7 @@ class LeaderLink:
             epoch=self._epoch, step=self._step, kind=kind, batch=batch, commands=commands
         )
         self._group.broadcast(torch.from_numpy(encode_plan(plan, self._shape)))
-        answers = _gather(self._group, self._epoch, self._step, RankAnswer())
+        answers = _gather(self._group, plan, RankAnswer(), self._experts)
         closed = [
             RankClosed(rank, closure)
             for rank, answer in enumerate(answers)
@@ -89,9 +107,12 @@ class LeaderLink:
 class FollowerLink:
     """The side of any other rank."""
 
-    def __init__(self, group: RankGroup, shape: PlanShape, epoch: int) -> None:
+    def __init__(
+        self, group: RankGroup, shape: PlanShape, epoch: int, experts: ExpertTurns | None = None
+    ) -> None:
+        """Meet in a group; `experts`: this rank's part in moving them, None where they stand."""
         assert group.rank > 0
-        self._group = group
+        self._group, self._experts = group, experts or StandingExperts()
         self._shape = shape
         self._epoch = epoch
         self._step = 0
@@ -102,6 +123,7 @@ class FollowerLink:
         Raises:
             PeerLostError: a rank is gone, or rank 0 was silent for the group's timeout.
             InternalError: the plan is not the next one of this epoch.
+            PlacementMismatchError: experts do not stand alike on all ranks.
         """
         message = torch.zeros(self._shape.nbytes, dtype=torch.uint8)
         plan = decode_plan(self._group.broadcast(message).numpy(), self._shape)
@@ -111,11 +133,19 @@ class FollowerLink:
                 f"plan {plan.step} of epoch {plan.epoch:x} came in place of {self._step} of "
                 f"{self._epoch:x}"
             )
-        answers = _gather(self._group, self._epoch, self._step, answer(plan))
+        answers = _gather(self._group, plan, answer(plan), self._experts)
         return not any(other.refuses for other in answers)
 
 
-def _gather(group: RankGroup, epoch: int, step: int, own: RankAnswer) -> list[RankAnswer]:
-    """What every rank says to a plan, by rank."""
-    row = torch.from_numpy(encode_row(epoch, step, own)).view(1, ROW_BYTES)
-    return [decode_row(other, epoch, step) for other in group.all_gather(row).numpy()]
+def _gather(
+    group: RankGroup, plan: StepPlan, own: RankAnswer, experts: ExpertTurns
+) -> list[RankAnswer]:
+    """What every rank says to a plan, by rank; experts then stand as its step runs."""
+    own = replace(own, word=experts.say())
+    row = torch.from_numpy(encode_row(plan.epoch, plan.step, own)).view(1, ROW_BYTES)
+    rows = group.all_gather(row).numpy()
+    answers = [decode_row(other, plan.epoch, plan.step) for other in rows]
+    verdict = conclude([answer.word for answer in answers])
+    is_run = plan.kind is PlanKind.STEP and not any(answer.refuses for answer in answers)
+    experts.hear(verdict, has_work=is_run)
+    return answers

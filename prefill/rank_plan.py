@@ -20,13 +20,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from engine.experts.votes import NO_WORD, Vote, Word
 from runtime.errors import ErrorCode, InternalError
 
 Int32Array = npt.NDArray[np.int32]
 ByteArray = npt.NDArray[np.uint8]
 
 _HEADER = struct.Struct("<QQIIIIII")  # epoch, step, kind, tokens, requests, blocks, logits, bytes
-_ROW_HEADER = struct.Struct("<QQI?3x")  # epoch, step, closures, whether it cannot run the step
+_ROW_HEADER = struct.Struct("<QQI?B2xQQ")  # epoch, step, closures, if it cannot run the step; vote,
+# placement and turn of its experts
 _CLOSURE = struct.Struct("<QB?HIQIdddd96s")
 CLOSURES_PER_ROW = 16
 ROW_BYTES = _ROW_HEADER.size + CLOSURES_PER_ROW * _CLOSURE.size
@@ -38,6 +40,7 @@ class PlanKind(enum.IntEnum):
     STEP = 1  # run the batch
     COMMANDS = 2  # nothing more: commands only, or a heartbeat
     STOP = 3  # leave the loop
+    COUNT = 4  # add up over the ranks what the gates have counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,18 +198,30 @@ class RankAnswer:
     Attributes:
         closures: at most CLOSURES_PER_ROW.
         refuses: it cannot run the batch, so nobody does.
+        word: how its experts stand in the step that follows, and its vote on where they move.
     """
 
     closures: Sequence[Closure] = ()
     refuses: bool = False
+    word: Word = NO_WORD
 
 
 def encode_row(epoch: int, step: int, answer: RankAnswer) -> ByteArray:
     """Return a rank's answer to plan `step`, [ROW_BYTES] uint8."""
-    closures = answer.closures
+    closures, word = answer.closures, answer.word
     assert len(closures) <= CLOSURES_PER_ROW
     row = np.zeros(ROW_BYTES, dtype=np.uint8)
-    _ROW_HEADER.pack_into(row.data, 0, epoch, step, len(closures), answer.refuses)
+    _ROW_HEADER.pack_into(
+        row.data,
+        0,
+        epoch,
+        step,
+        len(closures),
+        answer.refuses,
+        word.vote,
+        word.placement,
+        word.turn,
+    )
     for index, closure in enumerate(closures):
         text = closure.error.encode(errors="replace")[:96]
         _CLOSURE.pack_into(
@@ -234,7 +249,9 @@ def decode_row(row: ByteArray, epoch: int, step: int) -> RankAnswer:
     Raises:
         InternalError: the row answers another plan: the ranks are out of step.
     """
-    row_epoch, row_step, count, refuses = _ROW_HEADER.unpack_from(row.data, 0)
+    row_epoch, row_step, count, refuses, vote, placement, turn = _ROW_HEADER.unpack_from(
+        row.data, 0
+    )
     if (row_epoch, row_step) != (epoch, step):
         raise InternalError(
             f"a rank answers step {row_step} of epoch {row_epoch:x} in step {step} of {epoch:x}"
@@ -242,7 +259,8 @@ def decode_row(row: ByteArray, epoch: int, step: int) -> RankAnswer:
     closures = [
         _decode_closure(row, _ROW_HEADER.size + index * _CLOSURE.size) for index in range(count)
     ]
-    return RankAnswer(closures=closures, refuses=refuses)
+    word = Word(placement, turn, Vote(vote))
+    return RankAnswer(closures=closures, refuses=refuses, word=word)
 
 
 def _decode_closure(row: ByteArray, offset: int) -> Closure:

@@ -16,10 +16,13 @@ import grpc.aio
 
 from engine.boot.rank import use_device
 from engine.constraint.constraints import Constraints
+from engine.experts.counted import CountedExperts
+from engine.experts.votes import ExpertTurns, StandingExperts
 from engine.parallel.lockstep import create_lockstep
 from prefill.assembly import build_rank, build_scheduler
 from prefill.claims import Claims, cancel_of_unknown
 from prefill.closer import TicketCloser
+from prefill.group_counter import GroupCounter
 from prefill.live_runs import LiveRun, LiveRuns
 from prefill.loop import EngineLoop, LoopSettings
 from prefill.messages import Command, Event, RankClosed
@@ -43,6 +46,9 @@ from runtime.wire import tier_tokens_to_proto
 from runtime.worker import WorkerOptions
 from worker.cache_log import CacheFeed
 from worker.cache_service import CacheService
+from worker.expert_load import open_expert_load, told_of
+from worker.expert_moves import ExpertMoves, open_expert_moves
+from worker.expert_service import add_experts
 from worker.health import thread_check
 from worker.host import Endpoint, HostedRank, Loop, WorkerHost
 from worker.step_driver import steps_ahead
@@ -56,6 +62,8 @@ class PrefillDriver:
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self._num_reports = 0
+        self._moves: ExpertMoves | None = None
+        self._link: LeaderLink | None = None
 
     def boot(self) -> HostedRank:
         """Boot the rank."""
@@ -88,6 +96,11 @@ class PrefillDriver:
         metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
         send.watch(host.registry)
         host.health.watch_loop(loop.steps)
+        if self._experts is not None:
+            self._experts.watch(host.registry)
+        if self._moves is not None:
+            closing.callback(self._moves.close)
+            self._moves.watch(host.registry, host.health)
         host.health.add("sender_lanes", thread_check(lambda: send.sender.is_alive))
         constraints = Constraints(options.config.model.path, self._parts.model.config.vocab_size)
         closing.callback(constraints.close)
@@ -101,9 +114,7 @@ class PrefillDriver:
             on_draining=host.tell_draining,
         )
         endpoint = Endpoint(
-            serve=partial(
-                _serve, service, CacheService(host.identity, self._cache, self._worker_load)
-            ),
+            serve=partial(self._serve, host, service),
             record=registry_pb2.WorkerRecord(
                 role=common_pb2.ROLE_PREFILL,
                 num_parts=options.config.prefill.tp,
@@ -151,9 +162,14 @@ class PrefillDriver:
     def _make_loop(self, metrics: PrefillMetrics) -> EngineLoop:
         """On a scheduler, the rank's model and the senders of all ranks that we speak for."""
         section, parts, model = self._options.config.prefill, self._parts, self._parts.model
-        followers, lockstep, groups = None, None, model.groups
+        lockstep, groups = None, model.groups
+        counts = self._group_counter(model.experts)
+        self._experts = open_expert_load(
+            model.experts, lambda work: self._loop.steps.post(work), counts
+        )
+        moving = self._open_moves()
         if section.tp > 1:
-            followers = LeaderLink(groups.tp_group, parts.plan_shape, model.epoch)
+            self._link = LeaderLink(groups.tp_group, parts.plan_shape, model.epoch, moving)
         if section.dp > 1:
             lockstep = create_lockstep(groups.ep_group, model.epoch)
         stalls = StallMeter(parts.send.sender, metrics.step_stalled)
@@ -162,7 +178,7 @@ class PrefillDriver:
         return EngineLoop(
             scheduler,
             model.runner,
-            SenderGroup(stalls, followers),
+            SenderGroup(stalls, self._link),
             _emitter(self._runs),
             LoopSettings(
                 max_model_len=model.max_model_len,
@@ -171,6 +187,8 @@ class PrefillDriver:
                 max_ahead=steps_ahead(section.max_ahead, launch_waits=model.launch_waits),
                 step_limit_s=section.step_limit_s,
                 enter_thread=partial(use_device, model.kv_pool.device),
+                launched=told_of(self._experts),
+                experts=StandingExperts() if self._link else moving,
             ),
             lockstep=lockstep,
             stalls=stalls,
@@ -178,6 +196,39 @@ class PrefillDriver:
             observe_step=metrics.stepped,
             tell_cache=self._cache.tell,
         )
+
+    def _group_counter(self, experts: CountedExperts | None) -> GroupCounter | None:
+        """What reads the counts of the ranks that we speak for; None where these are our own."""
+        if experts is None or experts.sharing.size == 1:
+            return None
+        watch = partial(self._watch, "adding up what the experts of all ranks got")
+        return GroupCounter(experts, self._tell_to_count, watch)
+
+    def _tell_to_count(self) -> None:
+        assert self._link is not None
+        self._link.count()
+
+    def _watch(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self._loop.steps.watch(what)
+
+    def _open_moves(self) -> ExpertTurns:
+        """What moves experts between steps, where they may."""
+        model, feed = self._parts.model, self._experts
+        if model.moves is None or feed is None:
+            return StandingExperts()
+        self._moves = open_expert_moves(
+            self._options, model.moves, feed.experts, feed, epoch=model.epoch
+        )
+        return self._moves.rebalancer
+
+    def _serve(
+        self, host: WorkerHost, service: PrefillService, server: grpc.aio.Server, address: str
+    ) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
+        carry(server, Run=CarriedMethod(prefill_pb2.RunRequest.FromString, service.Run))
+        cache = CacheService(host.identity, self._cache, self._worker_load)
+        cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
+        add_experts(server, host.identity, self._options, self._experts)
 
     def _limits(self, host: WorkerHost) -> RunLimits:
         model, send = self._parts.model, self._parts.send
@@ -222,14 +273,6 @@ class PrefillDriver:
 
     def _submit(self, command: Command) -> None:
         self._loop.submit(command)
-
-
-def _serve(
-    service: PrefillService, cache: CacheService, server: grpc.aio.Server, address: str
-) -> None:
-    prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
-    carry(server, Run=CarriedMethod(prefill_pb2.RunRequest.FromString, service.Run))
-    cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
 
 
 async def _drain(service: PrefillService, runs: LiveRuns, deadline_s: float) -> None:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role
+from router.rank_metrics import RankMetrics
 from router.shared_metrics import SharedMetrics
 from router.tier_metrics import TierMetrics
 from runtime.metrics import (
@@ -65,6 +66,7 @@ class RouterMetrics:
         self._add_gauges()
         self._add_keys()
         self.tiers = TierMetrics(self.registry)
+        self.ranks = RankMetrics(self.registry)
 
     def _add_times(self) -> None:
         self.stages = Histogram(

@@ -106,7 +106,9 @@ class RouterService:
                 tiers=Tiers(config.tiers),
                 tracing=config.tracing,
             )
-            self._registry = RegistryService(registry, self._http.update)
+            self._registry = RegistryService(
+                registry, self._http.update, on_ranks=self._http.update_ranks
+            )
             await self._http.start(listener)
         else:
             listener.close()  # it only found out that nobody else has the port
@@ -196,8 +198,13 @@ class HttpWorkerService:
         assert self._http is not None
         async with asyncio.TaskGroup() as group:
             watcher = f"http-{os.getpid()}"
+            http = self._http
             group.create_task(
-                watch_forever(self._control, self._credentials, watcher, self._http.update)
+                watch_forever(
+                    *(self._control, self._credentials, watcher),
+                    http.update,
+                    on_ranks=http.update_ranks,
+                )
             )
             group.create_task(self._http.tick_forever())
 

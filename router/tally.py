@@ -7,6 +7,7 @@ sums over half a second are the same. One event loop owns a tally.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -36,10 +37,7 @@ class DeliveryTally:
         if not self._num_tokens:
             return
         self._tokens.inc(self._num_tokens)
-        self._intervals._sum.inc(self._sum_s)
-        for bucket, count in enumerate(self._counts):
-            if count:  # as ``observe`` does for one: Prometheus adds the buckets up itself
-                self._intervals._buckets[bucket].inc(count)
+        _add_to(self._intervals, self._sum_s, self._counts)
         self._num_tokens, self._sum_s = 0, 0.0
         self._counts = [0] * len(self._bounds)
 
@@ -80,12 +78,16 @@ class ValueTally:
         values, self._values = self._values, []
         if not values:
             return
-        histogram = self._histogram
-        bounds = histogram._upper_bounds
+        bounds = self._histogram._upper_bounds
         counts = [0] * len(bounds)
         for value in values:
             counts[bisect_left(bounds, value)] += 1
-        histogram._sum.inc(sum(values))
-        for bucket, count in enumerate(counts):
-            if count:
-                histogram._buckets[bucket].inc(count)
+        _add_to(self._histogram, sum(values), counts)
+
+
+def _add_to(histogram: Histogram, total: float, counts: Sequence[int]) -> None:
+    """Hand over values by bucket, and their sum; Prometheus adds the buckets up itself."""
+    histogram._sum.inc(total)
+    for bucket, count in enumerate(counts):
+        if count:
+            histogram._buckets[bucket].inc(count)

@@ -18,7 +18,9 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from runtime.config import (
     ClusterConfig,
     ClusterSection,
+    DecodeSection,
     ModelSection,
+    PrefillSection,
     RouterSection,
     TierSection,
     TlsSection,
@@ -33,6 +35,8 @@ _SECRETS = {("cluster", "secret"), ("cluster", "previous_secret")}
 _PATHS = {
     "cluster.run_dir",
     "model.path",
+    "prefill.expert_load",
+    "decode.expert_load",
     "router.keys_file",
     "router.models_file",
     "tls.cert",
@@ -47,7 +51,15 @@ _REMOVED = {
 """Fields that an older file may have, each with what to do."""
 _LISTS: dict[str, type[Any]] = {"tiers": TierSection}
 """What stands in the file as a list of tables, each ``[[NAME]]``."""
-_Section = TypeVar("_Section", ClusterSection, ModelSection, RouterSection, TlsSection)
+_Section = TypeVar(
+    "_Section",
+    ClusterSection,
+    DecodeSection,
+    ModelSection,
+    PrefillSection,
+    RouterSection,
+    TlsSection,
+)
 
 
 def load_config(path: Path | None) -> ClusterConfig:
@@ -113,6 +125,8 @@ def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> Cl
         config,
         cluster=_with_base(config.cluster, ("run_dir",), base),
         model=_with_base(config.model, ("path",), base),
+        prefill=_with_base(config.prefill, ("expert_load",), base),
+        decode=_with_base(config.decode, ("expert_load",), base),
         router=_with_base(config.router, ("keys_file", "models_file"), base),
         tls=_with_base(config.tls, ("cert", "key", "ca"), base),
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from prometheus_client import Metric
 
+from runtime.config.decode import MAX_DRAFTS
 from runtime.metric_rows import HistogramRow, Readings, Row, Samples, by, of, plain
 
 PREFIX = "vllm:"
@@ -160,6 +161,36 @@ def _decode_requests(*states: str) -> Callable[[Readings], float]:
     return lambda read: sum(read("pd_decode_num_requests", status=status) for status in states)
 
 
+_POSITIONS = range(1, MAX_DRAFTS + 1)
+_ACCEPTED = "pd_decode_accepted_tokens_total"
+
+
+def _accepted_at(position: int) -> Callable[[Readings], float]:
+    return lambda read: read(_ACCEPTED, position=str(position))
+
+
+SPECULATION = (
+    Row(
+        "spec_decode_num_drafts",
+        "counter",
+        "Requests of steps that had drafts verified",
+        of("pd_decode_verifications_total"),
+    ),
+    Row(
+        "spec_decode_num_draft_tokens",
+        "counter",
+        "Drafts that were verified",
+        of("pd_decode_draft_tokens_total"),
+    ),
+    Row("spec_decode_num_accepted_tokens", "counter", "Those that were right", of(_ACCEPTED)),
+    Row(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "counter",
+        "Those that were right, by position from 0",
+        by("position", {str(place - 1): _accepted_at(place) for place in _POSITIONS}),
+    ),
+)
+
 DECODE = (
     Row(
         "num_requests_waiting",
@@ -205,6 +236,7 @@ DECODE = (
     Row("prefix_cache_queries", "counter", _QUERIES, of("pd_decode_prompt_tokens_total")),
     Row("prefix_cache_hits", "counter", _HITS, of("pd_decode_cached_prompt_tokens_total")),
     Row("generation_tokens", "counter", _GENERATED, of("pd_decode_generated_tokens_total")),
+    *SPECULATION,
     Row(
         "num_preemptions",
         "counter",

@@ -1,8 +1,9 @@
 """What all tests share.
 
 No deadline for an example of a property, and none for drawing one: a machine that is busy with
-something else stops a test for longer than any. And a test's clusters are not found by a person's
-commands, nor theirs by it.
+something else stops a test for longer than any. The examples are the same in every run, so that a
+run that fails fails again; `make properties` draws others. And a test's clusters are not found by a
+person's commands, nor theirs by it.
 """
 
 import os
@@ -12,7 +13,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "tandem",
+    deadline=None,
+    derandomize=not os.environ.get("TANDEM_OTHER_EXAMPLES"),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("tandem")
 
 

@@ -136,6 +136,8 @@ def test_source_is_plain_ascii(modules: Modules) -> None:
     """Comments and docstrings are plain ASCII; text that needs more stands in string literals."""
     odd = []
     for file, text, module in modules:
+        if text.isascii():
+            continue
         in_strings = {
             line
             for node in ast.walk(module)

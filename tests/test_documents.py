@@ -24,11 +24,24 @@ FAILURES = ROOT / "docs" / "reliability.md"
 NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 OF_A_RUNNING_WORKER = {
     "pd_worker_registered",
+    "pd_expert_rebalance_plans_total",
+    "pd_expert_rebalance_rounds_total",
+    "pd_expert_rebalance_moves_total",
+    "pd_expert_rebalance_bytes_total",
+    "pd_expert_rebalance_retreats_total",
+    "pd_expert_rebalance_refused_total",
+    "pd_expert_rebalance_expected_gain",
+    "pd_expert_rebalance_expected_bytes",
+    "pd_expert_rebalance_expected_rounds",
+    "pd_expert_placement_epoch",
     "pd_kv_transfer_registered_bytes",
     "pd_kv_transfer_metadata_slots_in_use",
     "pd_trace_spans_total",
+    "pd_expert_balancedness",
+    "pd_expert_worst_layer_balancedness",
 }
-"""Metrics that a rank adds when it opens its transport and joins the pool, or traces requests."""
+"""Metrics that a rank adds when it opens its transport and joins the pool, traces requests, or has
+experts."""
 PACKAGES = (
     "deploy",
     "bench",

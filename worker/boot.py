@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.boot.rank import BootedRank, boot_rank
 from runtime.worker import WorkerOptions
-from worker.engine_options import engine_options, model_options, parallel_dims
+from worker.engine_options import engine_options, model_options, parallel_dims, recorded_load
 
 
 def boot_worker_rank(options: WorkerOptions) -> BootedRank:
@@ -20,4 +20,5 @@ def boot_worker_rank(options: WorkerOptions) -> BootedRank:
         parallel_dims(options.section, options.rank),
         rendezvous=options.rendezvous,
         boot_timeout_s=options.config.cluster.boot_timeout_s,
+        expert_load=recorded_load(options.config, options.role),
     )

@@ -1,15 +1,17 @@
 """What a section of the configuration says to an engine: the one place that knows both.
 
 Workers, measurements and the checks before a start ask here, so that all of them mean the same by
-one file. Pure: nothing is opened, measured or allocated.
+one file. Pure, but for `recorded_load`: nothing is opened, measured or allocated.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final, Literal
 
 import torch
 
+from engine.experts.static_start import RecordedLoad, read_recorded_load
 from engine.options import (
     ChunkSteps,
     DispatcherKind,
@@ -31,7 +33,6 @@ _DTYPES: Final = {
 
 def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
     """Return what a rank of a role is told; its refusals name the fields of the section."""
-    num_redundant_experts = 0
     steps: ChunkSteps | TokenSteps
     match section:
         case PrefillSection():
@@ -41,17 +42,18 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 two_batch_overlap=Switch(section.two_batch_overlap),
                 scatter_tokens=section.is_scattered,
                 cuda_graphs=Switch(section.cuda_graphs),
-                max_masked_tokens=_masked_tokens(section.max_masked_tokens),
+                max_masked_tokens=_or_auto(section.max_masked_tokens),
             )
         case DecodeSection():
-            prefix, num_redundant_experts = "decode.", section.num_redundant_experts
+            prefix = "decode."
             steps = TokenSteps(
                 cuda_graphs=Switch(section.cuda_graphs),
                 overlap_shared_expert=section.overlap_shared_expert,
                 dependent_launches=Switch(section.dependent_launches),
                 dispatcher=DispatcherKind(section.dispatcher),
                 max_tokens_per_rank=section.max_tokens_per_rank,
-                num_speculative_tokens=section.num_speculative_tokens,
+                num_speculative_tokens=_or_auto(section.num_speculative_tokens),
+                record_waits=Switch(section.record_waits),
             )
     return EngineOptions(
         steps=steps,
@@ -64,12 +66,26 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
         device=section.device,
         num_threads=section.num_threads,
         max_num_seqs=section.max_num_seqs,
-        num_redundant_experts=num_redundant_experts,
+        num_redundant_experts=section.num_redundant_experts,
+        rebalance_experts=Switch(section.rebalance_experts),
         prefix=prefix,
     )
 
 
-def _masked_tokens(asked: int | str) -> int | Literal[Switch.AUTO]:
+def recorded_load(config: ClusterConfig, role: str) -> RecordedLoad | None:
+    """Read what the experts of a role got, if the configuration names a recording.
+
+    Raises:
+        ConfigError: it cannot be read, or is of another role or model.
+    """
+    section = config.prefill if role == "prefill" else config.decode
+    load = read_recorded_load(section.expert_load, f"{role}.expert_load")
+    if load is not None:
+        load.check(role=role, model_name=config.model.name or Path(config.model.path).name)
+    return load
+
+
+def _or_auto(asked: int | str) -> int | Literal[Switch.AUTO]:
     if isinstance(asked, int):
         return asked
     assert asked == Switch.AUTO, asked  # the section has checked it
@@ -87,7 +103,7 @@ def model_options(config: ClusterConfig) -> ModelOptions:
         load_format=config.model.load_format,
         dtype=_DTYPES[config.compute_dtype],
         max_model_len=config.model.max_model_len,
-        with_mtp=config.decode.num_speculative_tokens > 0,
+        with_mtp=config.decode.has_drafts,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from engine.experts.votes import ExpertTurns, StandingExperts
 from engine.pending_step import PendingStep, StepResult
 from engine.step_error import StepError
 from runtime.endings import RankName
@@ -137,6 +138,9 @@ class LoopOptions:
             looked at so often; 0 to wait for it, where steps are shorter than that is worth.
         limit_s: how long a step of so many tokens may take; 0 for no limit.
         enter_thread: called first on the loop's thread.
+        launched: called on it behind every step of the group, whatever this rank had in it; as
+            often on all ranks.
+        experts: this rank's part in moving them between steps.
         watchdog: how it is noticed that a step takes longer.
         clock: monotonic.
     """
@@ -147,5 +151,7 @@ class LoopOptions:
     ahead_poll_s: float = 0.0
     limit_s: Callable[[int], float] = lambda num_tokens: 0.0
     enter_thread: Callable[[], None] = lambda: None
+    launched: Callable[[], None] = lambda: None
+    experts: ExpertTurns = field(default_factory=StandingExperts)
     watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
     clock: Callable[[], float] = time.monotonic

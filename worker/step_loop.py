@@ -12,8 +12,9 @@ middle of it (`meanwhile`).
 
 Data-parallel ranks share experts, so they launch the same number of steps: before each launch they
 meet (`engine.parallel.lockstep`), once however many are unread, and a rank without work of its own
-runs a dummy. While nobody has work they meet every few milliseconds, also where one waits for its
-step's end. A rank alone sleeps until a command comes.
+runs a dummy. Experts that move change their slots right before such a meeting
+(`engine.experts.rebalancer`). While nobody has work they meet every few milliseconds, also where
+one waits for its step's end. A rank alone sleeps until a command comes.
 
 A step that fails alone (`StepError`) is given up: the driver ends its requests, and the next step
 follows. If anything else fails, nobody knows the state of the model or the group: the driver
@@ -27,9 +28,10 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic
 
+from engine.experts.votes import ExpertTurns
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
 from engine.parallel.lost_peer import reason_of_end
 from engine.pending_step import PendingStep
@@ -200,13 +202,13 @@ class StepLoop(Generic[PlanT]):
         self.num_tokens_of_most += most
         launched_at = self._clock()
         after = self._in_flight[-1].pending if self._in_flight else None
-        mean = group.mean_num_tokens
         try:
             with self.watch(f"the launch of a {self._options.step} step", most):
-                pending = self._issue(plan, after, mean)
+                pending = self._issue(plan, after, group.mean_num_tokens)
         except StepError as error:
+            pending = None
             self._give_up(plan, error)
-            return False
+        self._options.launched()  # the others launch it, too
         if pending is None:
             return False
         self._in_flight.append(_Launched(plan, pending, launched_at, follows, most))
@@ -237,7 +239,7 @@ class StepLoop(Generic[PlanT]):
             num_tokens=num_tokens, leaving=self._leaving, in_flight=bool(self._in_flight)
         )
         with self.watch(f"the meeting of the ranks before a {self._options.step} step"):
-            group = self._lockstep.exchange(state)
+            group = _exchange(self._lockstep, state, self._options.experts)
         if group.any_leaving and not self._leaving and not self.other_leaves.done():
             self.other_leaves.set_result(None)
         if group.has_work:
@@ -327,3 +329,10 @@ class StepLoop(Generic[PlanT]):
             return None
         logger.error("the engine loop failed", exc_info=caught)
         return reason_of_end(caught, in_group=self._options.name.num_ranks > 1)
+
+
+def _exchange(lockstep: Lockstep, state: RankState, experts: ExpertTurns) -> GroupState:
+    """Say our state, with how our experts stand, and carry on with those that move as all do."""
+    group = lockstep.exchange(replace(state, experts=experts.say()))
+    experts.hear(group.experts, has_work=group.has_work)
+    return group

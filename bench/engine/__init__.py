@@ -6,7 +6,7 @@
   made ready; ``rows``: measurements that follow one another there.
 - ``requests``, ``routing``: what is drawn for them; ``steps``, ``timing``: the serving loop with
   that load, and when its steps ended; ``clocks``, ``machine``: on what.
-- ``prefill``, ``decode``: the measurements; ``figures``, ``rates``, ``data_sheets``: their rates
+- ``prefill``, ``decode``: the measurements; ``figures``, ``rates``: their rates
   and bounds; ``trace``, ``stages``, ``profiling``: where the time of a batch goes; ``method``,
   ``report``, ``summary``: what is written and shown.
 

@@ -167,7 +167,10 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         help="steps of a request; another one as long follows it",
     )
     parser.add_argument(
-        "--drafts", type=int, default=0, help="of each request and step, by the layer for it"
+        "--drafts",
+        type=_drafts,
+        default=0,
+        help='of each request and step, by the layer for it; "auto": as many as pay',
     )
     parser.add_argument(
         "--accept",
@@ -215,6 +218,12 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--profile", type=_switch, default=True, help="also time the stages of a step: on, off"
+    )
+    parser.add_argument(
+        "--expert-load",
+        type=_switch,
+        default=True,
+        help="count tokens by expert, as workers do; off: to see what it costs",
     )
 
 
@@ -292,6 +301,10 @@ def _decode_options(arguments: argparse.Namespace) -> DecodeOptions:
 
 def _share(text: str) -> float | None:
     return None if text == "model" else float(text)
+
+
+def _drafts(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _switch(text: str) -> bool:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from bench.engine.data_sheets import find_sheet
+from bench.engine.drafted import DraftedRunner, DraftedSource
 from bench.engine.figures import decode_rates, describe_layers
 from bench.engine.method import Run, describe_idle, describe_run, run_steps
 from bench.engine.options import BLOCK_SIZE, DecodeOptions
@@ -27,14 +27,13 @@ from bench.engine.session import Session, close_session, open_session
 from bench.engine.stages import BatchProfile
 from bench.engine.steps import StepRunner
 from engine.batch import build_forward_batch
+from engine.boot.open_budget import open_budget
 from engine.boot.warm_up import products
+from engine.data_sheets import find_sheet
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
-from engine.graphs.draft_rows import NO_DRAFT
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
-from engine.pending_step import PendingStep
-from engine.request import ScheduledRequest
 from engine.streams import Streams
 from worker.engine_options import engine_options
 
@@ -47,8 +46,9 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     rank = models.get(setup, section)
     requests = invent_requests(options, rank)
     sizes = step_sizes(options.requests, section.max_num_seqs)
-    each = options.rows_each
-    rows = sorted({*sizes, *(size * each for size in sizes)})
+    each, choices = options.rows_each, engine_options(section).draft_choices
+    numbers = {(size, count) for size in sizes for count in choices.of(size)}
+    rows = sorted({*sizes, *(size * (1 + count) for size, count in numbers)})
     rank.compile_for(products(rank.model, rows[-1], rows=rows))
     session = open_session(
         rank,
@@ -56,11 +56,11 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
         num_blocks=requests.num_blocks,
         kv_dtype=engine_options(section).kv.dtype,
         max_tokens=rows[-1],
-        num_rows=len(requests) * each,
+        num_rows=None if choices.are_open else len(requests) * each,
     )
     bench = _DecodeBench(session, options, requests)
     say("ready", rank=rank.place.rank)
-    run = run_steps(session, setup, section, requests, bench.runner)
+    run = run_steps(session, setup, section, bench.source, bench.runner, rider=bench.budget)
     mean_context = run.measurement.mean_context if run.measurement else 0.0
     contexts = session.gather([mean_context, len(requests), requests.tokens_each])
     model_s = bench.time_model()
@@ -71,6 +71,8 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     report = _report(
         session, options, run, requests, contexts=contexts, model_s=model_s, profile=profile
     )
+    if report is not None:
+        report["steps_by_drafts"] = dict(sorted(bench.source.num_steps.items())) or None
     bench.close()
     requests.close()
     close_session(session)
@@ -172,46 +174,27 @@ def _report(
     }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _DecodeRunner:
-    """Launches as the loop of a decode worker does: a step's launch is short."""
-
-    runner: GraphRunner
-    accept: float | None = None
-
-    def launch(
-        self,
-        scheduled: Sequence[ScheduledRequest],
-        after: PendingStep | None,
-        group_mean: int,
-        meanwhile: Callable[[], None],
-    ) -> PendingStep:
-        drafts = self.runner.kept_drafts
-        if drafts is not None and self.accept is not None:
-            lost = torch.rand(drafts.shape, device=drafts.device) >= self.accept
-            drafts.masked_fill_(lost, NO_DRAFT)
-        return self.runner.launch(scheduled, after=after, group_mean=group_mean)
-
-    def run_dummy(self, group_mean: int) -> None:
-        self.runner.run_dummy(group_mean=group_mean)
-
-
 class _DecodeBench:
     """The runner of one rank, and steps outside of the loop, for what is looked at besides."""
 
     def __init__(self, session: Session, options: DecodeOptions, requests: RunningRequests) -> None:
         self._session, self._options, self._requests = session, options, requests
-        self._runner = GraphRunner(session.runner, None)
-        if options.section.wants_graphs or options.drafts:
+        self._runner, self.budget = GraphRunner(session.runner, None), None
+        engine, group = engine_options(options.section), session.rank.groups.boot_group
+        if options.section.wants_graphs or engine.draft_choices.most:
             self._runner = capture_steps(
                 session.runner,
                 max_num_seqs=options.section.max_num_seqs,
                 max_model_len=session.rank.max_model_len,
-                group=session.rank.groups.boot_group,
+                group=group,
                 buckets=step_sizes(options.requests, options.section.max_num_seqs),
-                num_drafts=options.drafts,
+                num_drafts=engine.draft_choices,
                 use_graphs=options.section.wants_graphs,
             )
+            self.budget = open_budget(
+                engine, self._runner, group, max_model_len=session.rank.max_model_len
+            )
+        self.source = DraftedSource(requests, self.budget)
 
     @property
     def is_captured(self) -> bool:
@@ -221,7 +204,7 @@ class _DecodeBench:
     @property
     def runner(self) -> StepRunner:
         """Of the steps."""
-        return _DecodeRunner(self._runner, self._options.accept)
+        return DraftedRunner(self._runner, self.source, self._options.accept)
 
     def run_one(self) -> None:
         """Run a step and wait for it; all ranks call."""
@@ -229,7 +212,7 @@ class _DecodeBench:
 
     def run_eagerly(self) -> None:
         """The same, one kernel at a time."""
-        self._run(_DecodeRunner(GraphRunner(self._session.runner, None)))
+        self._run(DraftedRunner(GraphRunner(self._session.runner, None)))
 
     @torch.inference_mode()
     def time_model(self) -> float | None:
@@ -269,9 +252,9 @@ class _DecodeBench:
     def _run(self, runner: StepRunner) -> None:
         group_mean = -(-sum(self._options.requests) // len(self._options.requests))
         self._session.begin_step()
-        scheduled = self._requests.schedule()
+        scheduled = self.source.schedule()
         if scheduled:
-            self._requests.take(runner.launch(scheduled, None, group_mean, do_nothing).collect())
+            self.source.take(runner.launch(scheduled, None, group_mean, do_nothing).collect())
         else:
             runner.run_dummy(group_mean)
             self._session.rank.synchronize()

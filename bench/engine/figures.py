@@ -6,12 +6,12 @@ Bounds are those of the device's data sheet; without one (None) there are none, 
 from __future__ import annotations
 
 from bench.bounds import DecodeBound, PrefillTraffic, decode_bound, prefill_bound
-from bench.engine.data_sheets import DataSheet
 from bench.engine.options import DecodeOptions, PrefillOptions
 from bench.engine.rates import Bounds, RateBound, describe_rates
 from bench.engine.report import Report
 from bench.engine.shapes import MeasuredModel
 from engine.config import DeepseekV3Config
+from engine.data_sheets import DataSheet
 
 
 def prefill_rates(

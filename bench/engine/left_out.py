@@ -28,6 +28,8 @@ _ALWAYS = {
 def left_out(measured: MeasuredModel, setup: Setup, role: str) -> list[str]:
     """Sentences about a figure of a role's ranks, "prefill" or "decode"."""
     told = [*_ALWAYS[role]]
+    if not setup.expert_load:
+        told.append("gates do not count tokens by expert, as a worker's do")
     if setup.device == "cpu":
         told.append("a CPU runs the path of a GPU by plain operations: its times say nothing")
     if measured.virtual_gpus > measured.num_gpus:

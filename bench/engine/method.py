@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.engine.clocks import read_clocks
-from bench.engine.data_sheets import describe_sheet
 from bench.engine.left_out import left_out
 from bench.engine.machine import describe_command, describe_machine, device_uuids
 from bench.engine.options import EFFECTIVE, Setup
@@ -22,6 +21,8 @@ from bench.engine.steps import (
     measure_steps,
 )
 from bench.engine.timing import Measurement, StepTimes
+from engine.data_sheets import describe_sheet
+from engine.parallel.lockstep import Rider
 from engine.request import ScheduledRequest
 from runtime.config import PrefillSection
 from worker.step_driver import steps_ahead
@@ -57,6 +58,7 @@ def run_steps(
     *,
     announce: Callable[[Sequence[ScheduledRequest]], None] = lambda scheduled: None,
     dismiss: Callable[[], None] = lambda: None,
+    rider: Rider | None = None,
 ) -> Run:
     """Run the loop of a rank that schedules, until there is enough on all ranks.
 
@@ -68,6 +70,7 @@ def run_steps(
         runner: of its steps.
         announce: tells followers what comes.
         dismiss: lets them go.
+        rider: of the message before a step.
     """
     times = StepTimes(warm_up_s=setup.warm_up_s, seconds=setup.seconds)
     driver = BenchSteps(
@@ -85,7 +88,7 @@ def run_steps(
     ends = measure_steps(
         driver,
         times,
-        session.lockstep(),
+        session.lockstep(rider),
         LoopPlace(
             rank=place.rank,
             num_ranks=place.world_size,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from engine.draft_choices import AUTO_DRAFTS
 from engine.parallel.deep_ep_shape import ROW_TILE
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config_file import split_setting, with_settings
@@ -27,6 +28,7 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
         (
             "expert_parallel", "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps",
             "two_batch_overlap", "scatter_tokens", "cuda_graphs", "max_masked_tokens",
+            "num_redundant_experts",
         )
     ),
     "decode": frozenset(
@@ -40,6 +42,7 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
 """Fields of a role's section that decide how a step runs."""
 _FLAGS = {
     "tp": "--tp", "dp": "--dp", "device": "--device", "max_num_batched_tokens": "--batch-tokens",
+    "num_speculative_tokens": "--drafts",
 }  # fmt: skip
 """Fields that have an option of their own."""
 
@@ -89,6 +92,7 @@ class Setup:
         seconds: of measured steps, at least.
         warm_up_s: of steps before them, at least.
         profile: whether the stages of one step are measured too.
+        expert_load: whether gates count tokens by expert, as a worker's always do.
         seed: of all that is drawn.
         settings: fields of the role's section, "SECTION.FIELD=VALUE" each.
         timeout_s: for the ranks to meet, and for each collective.
@@ -108,6 +112,7 @@ class Setup:
     seconds: float = 30.0
     warm_up_s: float = 5.0
     profile: bool = True
+    expert_load: bool = True
     seed: int = 0
     settings: tuple[str, ...] = ()
     timeout_s: float = 120.0
@@ -239,7 +244,7 @@ class DecodeOptions:
         context_lens: least and most tokens that a request attends to at its first step.
         output_len: steps of a request; then another one as long takes its place.
         grammar: whether every request is bound by a JSON schema of its own.
-        drafts: that a step verifies for each request.
+        drafts: that a step verifies for each request; "auto" for as many as pay, before each step.
         accept: of drafts, the share that is right, each behind a right one; None for what the
             invented layer guesses, which is nothing.
     """
@@ -249,7 +254,7 @@ class DecodeOptions:
     context_lens: tuple[int, int] = (1500, 1660)
     output_len: int = 128
     grammar: bool = False
-    drafts: int = 0
+    drafts: int | str = 0
     accept: float | None = None
 
     def __post_init__(self) -> None:
@@ -305,8 +310,8 @@ class DecodeOptions:
 
     @property
     def rows_each(self) -> int:
-        """Rows of a request in a step: its last token and the drafts behind it."""
-        return 1 + self.drafts
+        """Most rows of a request in a step: its last token and the drafts behind it."""
+        return 1 + (self.drafts if isinstance(self.drafts, int) else AUTO_DRAFTS)
 
     @property
     def is_equal(self) -> bool:

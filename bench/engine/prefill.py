@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bench.engine.data_sheets import find_sheet
 from bench.engine.figures import prefill_rates
 from bench.engine.method import Run, describe_idle, describe_run, run_steps
 from bench.engine.options import BLOCK_SIZE, PrefillOptions
@@ -26,6 +25,7 @@ from bench.engine.session import Session, close_session, open_session
 from bench.engine.stages import BatchProfile
 from engine.batch import build_forward_batch
 from engine.boot.warm_up import attention_products, products
+from engine.data_sheets import find_sheet
 from engine.graphs.buckets import bucket_for
 from engine.graphs.suffix_graphs import (
     SUFFIX_BUCKETS,

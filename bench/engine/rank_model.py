@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from bench.engine.data_sheets import find_sheet
 from bench.engine.launcher import RankPlace
 from bench.engine.options import Setup
 from bench.engine.report import say
@@ -24,11 +23,12 @@ from bench.engine.routing import TableRouting
 from bench.engine.shapes import MeasuredModel, choose_model
 from bench.stage_timer import StageTimer
 from engine.boot.build import build_model
-from engine.boot.experts import place_experts
+from engine.boot.experts import count_experts, place_experts
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.rank import choose_max_model_len
 from engine.boot.warm_up import Product, warm_up
 from engine.config import DeepseekV3Config
+from engine.data_sheets import find_sheet
 from engine.execution import Execution
 from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
@@ -126,6 +126,7 @@ class RankModels:
         if self._kept is None or key != self._key:
             self._let_go()
             self._kept, self._key = self._open(setup, section), key
+        count_experts(self._kept.model, is_wanted=setup.expert_load)
         # A model serves rows of other routing, which are labelled so.
         return replace(self._kept, measured=choose_model(setup))
 
@@ -217,13 +218,14 @@ def _build(
 ) -> tuple[DeepseekV3ForCausalLM, OpenExecution]:
     """Open what the options ask for, then build the model, as a worker does."""
     groups, kernels = parts.timer.watch_groups(parts.groups), parts.routing.kernels
-    placement = place_experts(options, parts.config, groups.dims, parts.device)
+    with_mtp = options.draft_choices.most > 0
+    placements = place_experts(options, parts.config, groups.dims, parts.device, with_mtp=with_mtp)
     opened = open_execution(
         options,
         parts.config,
         groups,
         kernels=kernels,
-        placement=placement,
+        num_physical_experts=placements.num_physical_experts,
         streams=Streams(parts.device),
         played_ranks=played_ranks,
     )
@@ -233,9 +235,9 @@ def _build(
         dtype=_dtype_of(parts.config, parts.device),
         device=parts.device,
         load_format="dummy",
-        with_mtp=isinstance(options.steps, TokenSteps) and options.steps.num_speculative_tokens > 0,
+        with_mtp=with_mtp,
         kernels=kernels,
-        placement=placement,
+        placements=placements,
         execution=opened.execution,
     )
     assert isinstance(model, DeepseekV3ForCausalLM)

@@ -79,10 +79,18 @@ class TableRouting:
         self.tables: RoutingTables | None = None
 
     def _choose_by_tables(
-        self, logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor,
+        rule: RoutingRule,
+        num_rows: Tensor | int | None = None,
+        load_C: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the experts of the tables, and the weights of those that were really chosen."""
-        ids_TK, weights_TK = self._choose(logits_TE, bias_E, rule, num_rows)
+        """Return the experts of the tables, and the weights of those that were really chosen.
+
+        Those are counted, too: counting costs what it does in a worker.
+        """
+        ids_TK, weights_TK = self._choose(logits_TE, bias_E, rule, num_rows, load_C)
         if self.tables is None:
             return ids_TK, weights_TK
         own_TK = self.tables.take(weights_TK.shape[0])

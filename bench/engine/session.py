@@ -20,7 +20,7 @@ from engine.boot.build import build_kv_pool
 from engine.execution import Execution
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import agree_on_epoch
-from engine.parallel.lockstep import Lockstep, SoloLockstep, create_lockstep
+from engine.parallel.lockstep import Lockstep, Rider, SoloLockstep, create_lockstep
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 
@@ -54,12 +54,12 @@ class Session:
         """Of the rank."""
         return self.rank.device
 
-    def lockstep(self) -> Lockstep:
+    def lockstep(self, rider: Rider | None = None) -> Lockstep:
         """How this rank meets the others before each step, as in a worker."""
         groups = self.rank.groups
         if groups.dims.dp == 1:
-            return SoloLockstep()
-        return create_lockstep(groups.ep_group, self.epoch)
+            return SoloLockstep(rider)
+        return create_lockstep(groups.ep_group, self.epoch, rider=rider)
 
     def begin_step(self) -> None:
         """Issue what comes before a step: the experts of its tokens, where tables choose them."""

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.engine.data_sheets import find_sheet
 from bench.kernels.decode_layer import DTYPES, measure
 from engine.attention import flash_mla
 from engine.attention.latent_storage import to_storage
@@ -31,6 +30,7 @@ from engine.attention.paged_mla.attention import PagedMLA
 from engine.attention.paged_mla.tiles import PagedTile, PoolShape, candidates
 from engine.attention.paged_queries import PagedQueries, QueryCounts
 from engine.attention.paged_reference import paged_attention
+from engine.data_sheets import find_sheet
 from engine.formats.triton_gemm.limits import DeviceLimits
 
 DEVICE = torch.device("cuda")

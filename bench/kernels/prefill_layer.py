@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.engine.data_sheets import find_sheet
 from bench.kernels.device_time import median_seconds
 from bench.kernels.fp8 import fp8_of, quantize
 from bench.shapes import DEEPSEEK_V3
@@ -25,6 +24,7 @@ from bench.stage_timer import StageTimer, TimerMode, attention_operations
 from engine.attention.kernels import VarlenLengths
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool
+from engine.data_sheets import find_sheet
 from engine.execution import Execution
 from engine.formats.expert_rows import AlignedRows
 from engine.formats.stored_weight import StoredWeight

@@ -104,7 +104,8 @@ def time_per_token(log: RequestLog) -> float:
 
 def describe_stages(logs: Sequence[RequestLog]) -> dict[str, dict[str, float]]:
     """Quantiles of every stage that the router told of."""
-    names = sorted({name for log in logs for name in log.timings})
+    # Beside the stages it tells of moves and drafts, which are no times.
+    names = sorted({name for log in logs for name in log.timings if name.endswith("_s")})
     return {
         name.removesuffix("_s"): spread(log.timings[name] for log in logs if name in log.timings)
         for name in names

@@ -90,6 +90,7 @@ def describe_workers(
             "requests_per_step": figures.mean_of("pd_decode_batch_size"),
             "step_ms": figures.mean_ms("pd_decode_step_seconds"),
             "gap_ms": figures.mean_ms("pd_decode_step_gap_seconds"),
+            "accept_length": figures.accept_length(),
             "steps_per_s": figures.rate("pd_decode_step_seconds_count") / num_decode_ranks,
             "least_free_blocks": figures.least("pd_decode_free_blocks"),
         },
@@ -124,6 +125,13 @@ class _Figures:
     def mean_of(self, histogram: str) -> float | None:
         count = self._grown(f"{histogram}_count")
         return self._grown(f"{histogram}_sum") / count if count else None
+
+    def accept_length(self) -> float | None:
+        """Tokens of a step that verified drafts of a request; None where none did."""
+        num_verifications = self._grown("pd_decode_verifications_total")
+        if not num_verifications:
+            return None
+        return 1 + self._grown("pd_decode_accepted_tokens_total") / num_verifications
 
     def mean_ms(self, histogram: str) -> float | None:
         mean_s = self.mean_of(histogram)

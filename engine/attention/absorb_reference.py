@@ -4,10 +4,10 @@ Legend: T tokens, H heads, N numbers of a head's query without the rotated R, A 
 numbers of a head, C kv_lora_rank, L = C + R.
 """
 
-import torch
 from torch import Tensor
 
 from engine.formats.fp8_rows import Activation
+from engine.kernels import few_rows
 from engine.kernels.reference import quantize_rows
 from engine.kernels.rotation import Rotation
 from engine.kernels.widths import check_queries, check_values
@@ -38,7 +38,7 @@ def carry(q_THA: Tensor, weight_HNC: Tensor) -> Tensor:
     # The product is written where it is read, in [T, H, L], so that it is not copied.
     q_THL = q_THA.new_empty((num_tokens, num_heads, rank + size - nope))
     q_HTC = q_THL[..., :rank].transpose(0, 1)
-    torch.bmm(q_THA[..., :nope].transpose(0, 1), weight_HNC, out=q_HTC)
+    few_rows.batched(q_THA[..., :nope].transpose(0, 1), weight_HNC.mT, q_HTC)
     q_THL[..., rank:] = q_THA[..., nope:]
     return q_THL
 
@@ -61,6 +61,11 @@ def expand_values(latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Acti
 
 def expand(latents_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     """Do the same in the dtype of the latents."""
+    return expand_heads(latents_THC, weight_HVC).flatten(1)
+
+
+def expand_heads(latents_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+    """Return the values per head, [T, H, V]."""
     out_THV = latents_THC.new_empty((*latents_THC.shape[:2], weight_HVC.shape[1]))
-    torch.bmm(latents_THC.transpose(0, 1), weight_HVC.mT, out=out_THV.transpose(0, 1))
-    return out_THV.flatten(1)
+    few_rows.batched(latents_THC.transpose(0, 1), weight_HVC, out_THV.transpose(0, 1))
+    return out_THV

@@ -41,6 +41,7 @@ from engine.attention.scratch import Scratch
 from engine.batch import ForwardBatch
 from engine.host_copy import Array, upload
 from engine.memory.kv_pool import KVPool
+from engine.parallel.token_sharding import RowCount
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +97,7 @@ class AttentionPlan:
 class AttentionStep:
     """What layers need beside the hidden states: the same object for all layers of a step.
 
-    All but `num_rows` (see `ForwardBatch`) is for attention.
+    All but `num_rows`, of this rank's own rows, is for attention.
     """
 
     plan: AttentionPlan
@@ -105,7 +106,7 @@ class AttentionStep:
     sin: Tensor
     kv_pool: KVPool
     scratch: Scratch
-    num_rows: Tensor | None = None
+    num_rows: RowCount = None
 
     def gather(self, layer_index: int, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the latents of blocks [b] as [b * block_size, L], valid until the next gather."""
@@ -228,6 +229,37 @@ def read_lengths(batch: ForwardBatch) -> ForwardBatch:
         cu_seqlens_q=batch.cu_seqlens_q[: count + 1],
         seq_lens=batch.seq_lens[:count],
         block_tables=batch.block_tables[:count],
+    )
+
+
+def join_rows(batch: ForwardBatch) -> ForwardBatch:
+    """Return a step of single queries in which rows of one sequence are several queries of it.
+
+    A step that verifies drafts has each row as a sequence. A row that is one position longer than
+    the row before it, with the same blocks, is of the same: the last block of a table is nobody
+    else's. Where latents are gathered, they are gathered once then.
+
+    Args:
+        batch: with lengths of one query each.
+    """
+    tables, firsts = batch.block_tables, []
+    for row, (_, num_positions) in enumerate(batch.lengths):
+        continues = row > 0 and num_positions == batch.lengths[row - 1][1] + 1
+        if not (continues and torch.equal(tables[row], tables[row - 1])):
+            firsts.append(row)
+    if len(firsts) == len(batch.lengths):
+        return batch
+    ends = [*firsts[1:], len(batch.lengths)]
+    lengths = tuple(
+        (end - first, batch.lengths[end - 1][1]) for first, end in zip(firsts, ends, strict=True)
+    )
+    return replace(
+        batch,
+        lengths=lengths,
+        cu_seqlens_q=batch.cu_seqlens_q[[*firsts, -1]],
+        seq_lens=batch.seq_lens[[end - 1 for end in ends]],
+        block_tables=tables[firsts],
+        max_seqlen_q=max(queries for queries, _ in lengths),
     )
 
 

@@ -15,12 +15,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.absorb_reference import carry
+from engine.attention.absorb_reference import carry, expand_heads
 from engine.attention.attention_plan import (
     AttentionPlan,
     AttentionStep,
     ContextPart,
     DecompressedSegment,
+    join_rows,
     plan_attention,
     plan_decode,
     plan_suffixes,
@@ -114,7 +115,7 @@ class LatentAttention:
         return self._config.kv_spec
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
-        """Return what all layers of a step share: plan, angles, slots, pool, padding."""
+        """Return what all layers of a step share: plan, angles, slots, pool."""
         cos, sin = self._rotary(batch.positions)
         return AttentionStep(
             plan=self._plan(batch, kv_pool),
@@ -123,7 +124,6 @@ class LatentAttention:
             sin=sin,
             kv_pool=kv_pool,
             scratch=self._scratch,
-            num_rows=batch.num_rows,
         )
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
@@ -142,6 +142,7 @@ class LatentAttention:
             # On a GPU this waits for the device, which no graph can hold: attending over whole
             # tables instead would cost as much as the longest context that may come.
             batch = read_lengths(batch)
+            batch = join_rows(batch) if batch.max_seqlen_q == 1 else batch
         return plan_attention(
             batch,
             kv_pool.block_size,
@@ -204,6 +205,8 @@ class LatentAttention:
         plan, value_dim = at.step.plan, self._config.v_head_dim
         if len(plan.segments) == 1 and not plan.groups and not plan.paged_groups:
             return self._attend_decompressed(q_THA, at, plan.segments[0])
+        if plan.groups and plan.absorbed_rows == slice(0, q_THA.shape[0]):
+            return self._attend_absorbed(q_THA, at)  # all rows, in their order
         out_THV = q_THA.new_empty((*q_THA.shape[:2], value_dim))
         for segment in plan.segments:
             out_THV[segment.rows] = self._attend_decompressed(q_THA[segment.rows], at, segment)
@@ -254,7 +257,7 @@ class LatentAttention:
         out_THC = self._attention.paged_attention(
             carry(q_THA, w_uk_HNC), cache, queries, self._config.kv_lora_rank, self._scale
         )
-        return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+        return expand_heads(out_THC, w_uv_HVC)
 
     def _attend_absorbed(self, q_THA: Tensor, at: _Place) -> Tensor:
         """Attend in the latent space, all groups' rows at once where they allow: [T, H, V]."""
@@ -275,7 +278,7 @@ class LatentAttention:
                     self._config.kv_lora_rank,
                     self._scale,
                 )
-        return torch.bmm(out_THC.transpose(0, 1), w_uv_HVC.transpose(1, 2)).transpose(0, 1)
+        return expand_heads(out_THC, w_uv_HVC)
 
     def _attend_paged(
         self, q_THA: Tensor, at: _Place, queries: PagedQueries, *, fp8: bool

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from engine.execution import Execution
+from engine.experts.placements import ExpertPlacements
 from engine.kernels.base import Kernels
 from engine.layers.matrix import Matrix
 from engine.memory.kv_pool import KVPool
 from engine.model.registry import read_config, spec_of
 from engine.model.spec import BuildOptions, CommonConfig, ServedModel
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.weights.dummy import fill_with_dummy_weights
 from engine.weights.loader import load_weights
@@ -48,7 +48,7 @@ def build_model(
     with_mtp: bool = False,
     progress: bool = False,
     kernels: Kernels | None = None,
-    placement: ExpertPlacement | None = None,
+    placements: ExpertPlacements | None = None,
     execution: Execution | None = None,
 ) -> ServedModel:
     """Build this rank's model and fill it.
@@ -62,7 +62,7 @@ def build_model(
         with_mtp: build the multi-token-prediction layers.
         progress: show a bar on stderr.
         kernels: that the model runs on; None for the fastest of the device.
-        placement: slots of the routed experts; None for one each.
+        placements: slots of the routed experts of each layer; None for one each.
         execution: how steps run on several ranks; None for what fits `groups`.
 
     Raises:
@@ -80,7 +80,7 @@ def build_model(
         dtype=dtype,
         device=torch.device(device),
         with_mtp=with_mtp,
-        placement=placement,
+        placements=placements,
         kernels=kernels,
         execution=execution,
     )

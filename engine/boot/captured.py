@@ -169,7 +169,7 @@ def _token_steps(
             max_num_seqs=options.max_num_seqs,
             max_model_len=max_model_len,
             buckets=buckets,
-            num_drafts=steps.num_speculative_tokens,
+            num_drafts=options.draft_choices,
             streams=streams,
         )
 

@@ -154,7 +154,12 @@ def _graph_bytes(
         return 0
     try:
         return measure_graph_bytes(
-            model, make, sizes, block_size=options.kv.block_size, kv_dtype=options.kv.dtype
+            model,
+            make,
+            sizes,
+            block_size=options.kv.block_size,
+            kv_dtype=options.kv.dtype,
+            variants=lambda size: len(options.draft_choices.of(size)),
         )
     except CaptureError as error:
         if options.steps.cuda_graphs is Switch.ON:

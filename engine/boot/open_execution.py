@@ -20,12 +20,13 @@ from engine.execution import Execution
 from engine.kernels.base import Kernels
 from engine.micro_batches import OverlapRule
 from engine.model.spec import CommonConfig
+from engine.operations import do_nothing
 from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
 from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts
 from engine.parallel.dims import ParallelDims
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.short_rows import most_masked_tokens
+from engine.parallel.wait_recorder import WaitRecorder
 from engine.side_stream import SideStream
 from engine.streams import Streams
 from runtime.errors import ConfigError
@@ -53,7 +54,7 @@ class OpenExecution:
     """An execution, and how to close what it holds, whichever is the calling thread's device."""
 
     execution: Execution
-    close: Callable[[], None] = lambda: None
+    close: Callable[[], None] = do_nothing
 
 
 def open_execution(
@@ -62,9 +63,10 @@ def open_execution(
     groups: ProcessGroups,
     *,
     kernels: Kernels,
-    placement: ExpertPlacement,
+    num_physical_experts: int,
     streams: Streams,
     played_ranks: int = 0,
+    waits: WaitRecorder | None = None,
 ) -> OpenExecution:
     """Open what the options ask for; all ranks of the instance call.
 
@@ -73,9 +75,10 @@ def open_execution(
         config: of the model.
         groups: the ranks.
         kernels: of the model.
-        placement: of its experts.
+        num_physical_experts: slots of all ranks.
         streams: of this rank, and its device.
         played_ranks: for measurements: a rank alone plays one of so many; 0 to be itself.
+        waits: records who waits for whom; None for nobody.
 
     Raises:
         ConfigError: what is asked for does not run here.
@@ -90,12 +93,11 @@ def open_execution(
             groups=groups,
             kernels=kernels,
             device=device,
-            num_physical_experts=placement.num_physical_experts,
+            num_physical_experts=num_physical_experts,
             scatter_tokens=options.steps.scatter_tokens,
+            waits=waits,
         )
-        max_masked = choose_masked_tokens(options, experts)
-        experts = replace(experts, max_masked_tokens=max_masked)
-        opened = open_dispatcher(options, experts, played_ranks=played_ranks)
+        opened, max_masked = _open(options, experts, played_ranks)
     dispatcher = None if opened is None else opened.dispatcher
     match options.steps:
         case ChunkSteps() as chunks:
@@ -113,9 +115,17 @@ def open_execution(
                 side_stream=shared_expert_stream(tokens, streams, num_ranks=num_ranks),
                 dependent_launches=launches_dependently(tokens, device),
             )
-    if opened is None:
-        return OpenExecution(execution=execution)
-    return OpenExecution(execution=execution, close=partial(_close_on, device, opened))
+    close = do_nothing if opened is None else partial(_close_on, device, opened)
+    return OpenExecution(execution=execution, close=close)
+
+
+def _open(
+    options: EngineOptions, experts: RankExperts, played_ranks: int
+) -> tuple[OpenDispatcher, int]:
+    """Return what brings tokens to experts, and the most tokens whose rows are laid out masked."""
+    max_masked = choose_masked_tokens(options, experts)
+    experts = replace(experts, max_masked_tokens=max_masked)
+    return open_dispatcher(options, experts, played_ranks=played_ranks), max_masked
 
 
 def _close_on(device: torch.device, opened: OpenDispatcher) -> None:

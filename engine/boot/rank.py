@@ -9,21 +9,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from engine.boot.build import build_kv_pool, build_model
 from engine.boot.captured import capture_short_steps
-from engine.boot.experts import place_experts
+from engine.boot.experts import check_agreement, counted_experts, place_experts
 from engine.boot.jit_cache import use_jit_cache
 from engine.boot.kv_size import choose_num_blocks, measure_memory
 from engine.boot.make_runner import make_runner
+from engine.boot.moves import OpenMoves, can_move, close_of, open_moves
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.refusals import refuse_for_room
 from engine.boot.rehearsal import all_steps, rehearse
+from engine.boot.waits import open_wait_recorder
 from engine.boot.warm_up import attention_products, chosen_rows, products, warm_up
+from engine.experts.counted import CountedExperts
+from engine.experts.placements import ExpertPlacements
+from engine.experts.static_start import RecordedLoad
 from engine.kernels.create import create_kernels
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
@@ -31,8 +36,8 @@ from engine.model.registry import read_config, spec_of
 from engine.model.spec import CommonConfig, ServedModel
 from engine.options import ChunkSteps, EngineOptions, ModelOptions
 from engine.parallel.dims import ParallelDims
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
+from engine.parallel.wait_recorder import WaitRecorder
 from engine.runner import ModelRunner
 from engine.streams import Streams
 from engine.weights.progress import Unit, progress_bar
@@ -65,8 +70,11 @@ class BootedRank:
         launch_waits: whether launching a step takes as long as the step; see `ModelRunner`.
         streams: beside that of its steps; who works beside them takes one here.
         sums: of the device's memory before that pool, where they were taken.
+        experts: whose tokens are counted; None for a dense model.
+        waits: what the rank records of its waits for the others; None where nothing is.
         close_transfers: forgets captured steps, frees what the ranks opened with one another, and
             ends the streams, all together, after the last step and before they leave the groups.
+        moves: what its experts move with, where they may.
     """
 
     groups: ProcessGroups
@@ -79,6 +87,9 @@ class BootedRank:
     launch_waits: bool = False
     close_transfers: Callable[[], None]
     sums: MemorySums | None = None
+    experts: CountedExperts | None = None
+    moves: OpenMoves | None = None
+    waits: WaitRecorder | None = None
 
 
 def boot_rank(
@@ -88,6 +99,7 @@ def boot_rank(
     *,
     rendezvous: str = "",
     boot_timeout_s: float = BOOT_TIMEOUT_S,
+    expert_load: RecordedLoad | None = None,
 ) -> BootedRank:
     """Boot one rank; the others of its instance do the same at the same time.
 
@@ -97,35 +109,34 @@ def boot_rank(
         dims: how the ranks share the model, and which of them this is.
         rendezvous: "host:port" where they meet; unused with one rank.
         boot_timeout_s: seconds that they wait for one another meanwhile.
+        expert_load: what experts got when it was recorded, to place them by; the same on all ranks.
 
     Raises:
         ConfigError: a model, a device or sizes that do not fit together.
         PeerLostError: the other ranks did not come.
     """
-    is_first = dims.rank == 0
-    config = _read_config(source, options, is_told=is_first)
+    config = _read_config(source, options, is_told=dims.rank == 0)
     max_model_len = choose_max_model_len(source.max_model_len, config)
-    torch.set_num_threads(options.num_threads)
-    device = _take_device(options.device, dims.rank)
-    placement = place_experts(options, config, dims, device)
-    groups = _meet(options, dims, rendezvous, boot_timeout_s)
-    epoch = agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
+    device = _take_device(options, dims.rank)
+    placements = _place(source, options, config, dims, device=device, load=expert_load)
+    groups, epoch = _meet(options, dims, rendezvous, boot_timeout_s)
+    check_agreement(expert_load, placements, groups.boot_group)
     streams = Streams(device)
+    waits = open_wait_recorder(options, groups, epoch, rendezvous)
     model, opened = _load(
-        source, options, groups, config=config, placement=placement, streams=streams
+        source, options, groups, config=config, placements=placements, streams=streams, waits=waits
     )
+    experts = counted_experts(model, placements, is_scattered=options.steps.scatter_tokens)
+    moves = open_moves(model, placements, streams) if can_move(options, dims) else None
     groups.boot_group.barrier()  # from here on ranks take part in one another's steps
-    _compile(model, options, show=is_first)
+    _compile(model, options, show=dims.rank == 0)
     model.prepare()  # before the KV pool takes the memory: short prompts want it too
     masked = opened.execution.max_masked_tokens
     runner, sums = _give_pool(model, options, max_model_len, masked, streams=streams)
-    follows = dims.tp_rank > 0
-    _rehearse(runner, model, options, max_model_len, sums, follows=follows, masked=masked)
-    runner, forget_graphs = capture_short_steps(
-        options, model, runner, max_model_len, sums, streams=streams
-    )
-    facts = fields(epoch=f"{epoch:016x}", device=device, kv_pool_bytes=runner.kv_pool.nbytes)
-    logger.info("the model is ready %s", facts)
+    _rehearse(runner, model, options, max_model_len, sums, follows=dims.tp_rank > 0, masked=masked)
+    runner, drop = capture_short_steps(options, model, runner, max_model_len, sums, streams=streams)
+    _tell_ready(runner.kv_pool, epoch)
+    closing = (drop, close_of(moves), opened.close, streams.close)
     return BootedRank(
         groups=groups,
         epoch=epoch,
@@ -135,25 +146,55 @@ def boot_rank(
         runner=runner,
         launch_waits=model.waits_for_counts,
         streams=streams,
-        close_transfers=partial(_call_all, forget_graphs, opened.close, streams.close),
+        close_transfers=partial(_call_all, *closing),
         sums=sums,
+        experts=experts,
+        moves=moves,
+        waits=waits,
+    )
+
+
+def _tell_ready(kv_pool: KVPool, epoch: int) -> None:
+    facts = fields(epoch=f"{epoch:016x}", device=kv_pool.device, kv_pool_bytes=kv_pool.nbytes)
+    logger.info("the model is ready %s", facts)
+
+
+def _place(
+    source: ModelOptions,
+    options: EngineOptions,
+    config: CommonConfig,
+    dims: ParallelDims,
+    *,
+    device: torch.device,
+    load: RecordedLoad | None,
+) -> ExpertPlacements:
+    """Choose the slots of the experts of the layers that are built."""
+    return place_experts(
+        options,
+        config,
+        dims,
+        device,
+        with_mtp=source.with_mtp,
+        load=load,
+        can_change=can_move(options, dims),
     )
 
 
 def _meet(
     options: EngineOptions, dims: ParallelDims, rendezvous: str, boot_timeout_s: float
-) -> ProcessGroups:
-    """Wait for the other ranks, and say that we do."""
+) -> tuple[ProcessGroups, int]:
+    """Wait for the other ranks, say that we do, and agree on the epoch."""
     if dims.world_size > 1:
         facts = fields(num_ranks=dims.world_size, rendezvous=rendezvous)
         logger.info("waits for the other ranks %s", facts)
-    return init_process_groups(
+    groups = init_process_groups(
         dims,
         rendezvous,
         backend=_BACKENDS[options.device],
         timeout_s=GROUP_TIMEOUT_S,
         boot_timeout_s=boot_timeout_s,
     )
+    return groups, agree_on_epoch(groups.tp_group if dims.tp > 1 else groups.ep_group)
 
 
 def _call_all(*closing: Callable[[], None]) -> None:
@@ -167,15 +208,24 @@ def _load(
     groups: ProcessGroups,
     *,
     config: CommonConfig,
-    placement: ExpertPlacement,
+    placements: ExpertPlacements,
     streams: Streams,
+    waits: WaitRecorder | None,
 ) -> tuple[ServedModel, OpenExecution]:
     """Open how steps run, then build the model for that and load its weights; all ranks call."""
     device = streams.device
     kernels = create_kernels(device, source.dtype)
     opened = open_execution(
-        options, config, groups, kernels=kernels, placement=placement, streams=streams
+        options,
+        config,
+        groups,
+        kernels=kernels,
+        num_physical_experts=placements.num_physical_experts,
+        streams=streams,
+        waits=waits,
     )
+    if waits is not None:
+        opened = replace(opened, close=partial(_call_all, opened.close, waits.close))
     model = build_model(
         source.path,
         groups,
@@ -185,7 +235,7 @@ def _load(
         with_mtp=source.with_mtp,
         progress=groups.dims.rank == 0,
         kernels=kernels,
-        placement=placement,
+        placements=placements,
         execution=opened.execution,
     )
     return model, opened
@@ -268,9 +318,10 @@ def choose_max_model_len(wanted: int, config: CommonConfig) -> int:
     return wanted or most
 
 
-def _take_device(device: str, rank: int) -> torch.device:
+def _take_device(options: EngineOptions, rank: int) -> torch.device:
     """Ranks of a host take its devices in order; a rank that sees only its own takes that."""
-    if device == "cpu":
+    torch.set_num_threads(options.num_threads)
+    if options.device == "cpu":
         return torch.device("cpu")
     use_jit_cache()
     chosen = torch.device("cuda", rank % max(torch.cuda.device_count(), 1))

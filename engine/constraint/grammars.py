@@ -140,6 +140,10 @@ class OutputState:
         """See `GrammarState`."""
         return bool(self._matcher.accept_token(token_id))
 
+    def roll_back(self, num_tokens: int) -> None:
+        """See `GrammarState`."""
+        self._matcher.rollback(num_tokens)
+
     def fill_rows(
         self, states: "Sequence[OutputState]", words: Int32Array, rows: Sequence[int]
     ) -> None:

@@ -10,7 +10,7 @@ Nothing here knows text, devices or threads. The thread that runs steps owns it 
 """
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,10 @@ class GrammarState(Protocol):
         """Go on with a token; False, and no change, where it cannot follow."""
         ...
 
+    def roll_back(self, num_tokens: int) -> None:
+        """Take back the last tokens that were accepted."""
+        ...
+
     def fill_rows(self, states: Sequence[Self], words: Int32Array, rows: Sequence[int]) -> None:
         """Set the bits of the tokens that can follow, and clear all others.
 
@@ -49,6 +53,15 @@ class GrammarState(Protocol):
     def is_complete(self) -> bool:
         """Whether the output may end here."""
         ...
+
+
+class Bookmark(NamedTuple):
+    """Where a `Matcher` was; to be gone back to before it is told anything else."""
+
+    num_taken: int
+    num_matched: int
+    has_started: bool
+    num_accepted: int
 
 
 class Matcher:
@@ -85,8 +98,10 @@ class Matcher:
         self._stops = frozenset(stop_token_ids)
         self._stop_bits = _bits_of(stop_token_ids)
         self._num_words = num_mask_words(vocab_size)
+        self._num_accepted = 0  # by the grammar
         self.num_taken = 0
         self.is_over = False
+        self._end = 0  # tokens of the output that is over
         self.error: TandemError | None = None
 
     @property
@@ -109,6 +124,25 @@ class Matcher:
         """
         if index == self.num_taken:
             self._take(token_id)
+
+    def is_over_after(self, num_output_tokens: int) -> bool:
+        """Return whether nothing can follow so many tokens; it may have been told more of them."""
+        return self.is_over and self._end <= num_output_tokens
+
+    def mark(self) -> Bookmark:
+        """Return where this one is, before it is told tokens that may not come; it must go on."""
+        assert not self.is_over
+        assert self.error is None
+        return Bookmark(self.num_taken, self._num_matched, self._has_started, self._num_accepted)
+
+    def go_back(self, bookmark: Bookmark) -> None:
+        """Forget the tokens that were taken since."""
+        num_beyond = self._num_accepted - bookmark.num_accepted
+        if num_beyond:
+            assert self._grammar is not None
+            self._grammar.roll_back(num_beyond)
+        self.num_taken, self._num_matched, self._has_started, self._num_accepted = bookmark
+        self.is_over, self.error = False, None
 
     def fill(self, words: Int32Array) -> None:
         """Fill the mask of this one: see `fill_masks`.
@@ -139,10 +173,12 @@ class Matcher:
 
     def _go_on(self, grammar: GrammarState, token_id: int) -> None:
         if token_id in self._stops:
-            self.is_over = grammar.is_complete
-            is_taken = self.is_over
+            is_taken = grammar.is_complete
+            if is_taken:
+                self._end_here()
         else:
             is_taken = grammar.accept(token_id)
+            self._num_accepted += is_taken
         if not is_taken:
             self.error = InternalError(
                 f"output token {token_id} at index {self.num_taken - 1} cannot follow by the "
@@ -152,7 +188,11 @@ class Matcher:
             words = np.empty((1, self._num_words), dtype=np.int32)
             grammar.fill_rows([grammar], words, [0])
             self._clear_stops(words[0])
-            self.is_over = not words.any()
+            if not words.any():
+                self._end_here()
+
+    def _end_here(self) -> None:
+        self.is_over, self._end = True, self.num_taken
 
     def _fill_early(self, words: Int32Array) -> None:
         """Fill where the grammar does not hold yet."""
@@ -230,6 +270,12 @@ def _bits_of(token_ids: Sequence[int]) -> list[tuple[int, np.int32]]:
         place = token_id // WORD_BITS
         bits[place] = bits.get(place, 0) | 1 << token_id % WORD_BITS
     return [(place, np.uint32(value).view(np.int32)) for place, value in bits.items()]
+
+
+def has_bit(words: Int32Array, token_id: int) -> bool:
+    """Return whether a mask [W] leaves a token."""
+    bit = np.uint32(1 << token_id % WORD_BITS)
+    return bool(words.view(np.uint32)[token_id // WORD_BITS] & bit)
 
 
 def _set_bit(words: Int32Array, token_id: int) -> None:

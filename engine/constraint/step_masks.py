@@ -6,17 +6,38 @@ and with this step's forward behind it on the device, which the host uses for th
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from engine.constraint.matcher import Matcher, fill_masks, num_mask_words
+from engine.constraint.matcher import Int32Array, Matcher, fill_masks, has_bit, num_mask_words
 from engine.host_copy import host_tensor
 from engine.request import ScheduledRequest
-from engine.sampling.token_mask import TokenMask
+from engine.sampling.token_mask import NO_DRAFT, MaskedDrafts, TokenMask
 
-ReadTokens = Callable[[], Mapping[int, int]]
-"""Waits for the tokens of the step before; by `id` of their requests, without those that failed."""
+ReadTokens = Callable[[], Mapping[int, Sequence[int]]]
+"""Waits for the tokens of the step before, one or with drafts more; by `id` of their requests,
+without those that failed."""
+
+
+ReadDrafts = Callable[[int], Sequence[int]]
+"""The drafts of a sequence, by its place in the step; waits for the step that made them."""
+
+
+class StepDrafts(NamedTuple):
+    """The drafts that a step verifies: how many rows there are for them, K, and what they are."""
+
+    num_drafts: int
+    read: ReadDrafts
+
+
+class _Sequence(NamedTuple):
+    """A sequence of the step whose output can go on: its place, and its matcher."""
+
+    place: int
+    matcher: Matcher
 
 
 def mask_of_step(
@@ -24,45 +45,139 @@ def mask_of_step(
     vocab_size: int,
     read: ReadTokens,
     device: torch.device,
+    step_drafts: StepDrafts | None = None,
 ) -> TokenMask | None:
     """Bring the matchers of a step up to date and ask them; None where no row is bound.
 
     Args:
-        samplers: what the rows of logits are of, in order.
+        samplers: what the rows of logits are of, in order; with drafts K + 1 rows of each.
         vocab_size: of the model.
         read: called at most once, and not where every token is known.
         device: to which the mask goes.
+        step_drafts: told after `read`; None in a step without.
     """
     assert all(item.request.is_ready for item in samplers), "a constraint without its matcher"
+    going = _brought_up_to_date(samplers, read)
+    if not going:
+        return None
+    num_drafts = 0 if step_drafts is None else step_drafts.num_drafts
+    masks = _Masks(len(going), num_drafts + 1, num_mask_words(vocab_size), device)
+    drafts = MaskedDrafts(
+        seqs=np.array([one.place for one in going], dtype=np.int64),
+        token_ids=np.full((len(going), num_drafts), NO_DRAFT, dtype=np.int64),
+    )
+    read_drafts = None if step_drafts is None else step_drafts.read
+    _fill_behind(going, masks, drafts.token_ids, read_drafts)
+    return masks.finish(drafts if num_drafts else None)
+
+
+def _brought_up_to_date(samplers: Sequence[ScheduledRequest], read: ReadTokens) -> list[_Sequence]:
+    """Tell the matchers of a step what they have not heard; those that go on."""
     constrained = [
-        (row, item, item.request.matcher)
-        for row, item in enumerate(samplers)
+        (place, item, item.request.matcher)
+        for place, item in enumerate(samplers)
         if item.request.matcher is not None
     ]
-    if not constrained:
-        return None
     unread = read() if any(item.num_unread for _, item, _ in constrained) else {}
-    bound: list[tuple[int, Matcher]] = []
-    for row, item, matcher in constrained:
+    going: list[_Sequence] = []
+    for place, item, matcher in constrained:
         request = item.request
         matcher.follow(request.output_token_ids)
         if item.num_unread:
             if id(request) not in unread:
                 continue  # it is about to end; nobody will hear of this token
-            matcher.take(len(request.output_token_ids), unread[id(request)])
-        if matcher.is_binding:
-            bound.append((row, matcher))
-    if not bound:
-        return None
-    # Where the copy to the device begins: a mask of 64 rows is a megabyte.
-    words = host_tensor((len(bound), num_mask_words(vocab_size)), torch.int32, device)
-    fill_masks([matcher for _, matcher in bound], words.numpy())
-    return TokenMask(rows=np.array([row for row, _ in bound], dtype=np.int64), words=words)
+            for index, token_id in enumerate(unread[id(request)], len(request.output_token_ids)):
+                matcher.take(index, token_id)
+        if not matcher.is_over and matcher.error is None:
+            going.append(_Sequence(place, matcher))
+    return going
 
 
-def take_sampled(item: ScheduledRequest, token_id: int) -> None:
-    """Tell a request's matcher the token that a step has sampled, before the request has it."""
+class _Masks:
+    """Masks of a step's rows, put together row by row."""
+
+    def __init__(self, num_seqs: int, num_rows: int, num_words: int, device: torch.device) -> None:
+        self._shape, self._device = (num_seqs * num_rows, num_words), device
+        self._num_rows = num_rows
+        self._rows: list[int] = []
+        self._words: torch.Tensor | None = None
+
+    def fill(self, sequences: Sequence[_Sequence], behind: int) -> dict[int, Int32Array]:
+        """Fill the masks of the rows behind so many drafts; by place, where they are bound."""
+        bound = [one for one in sequences if one.matcher.is_binding]
+        if not bound:
+            return {}
+        if self._words is None:
+            # Where the copy to the device begins: a mask of 64 rows is a megabyte.
+            self._words = host_tensor(self._shape, torch.int32, self._device)
+        first = len(self._rows)
+        self._rows += [one.place * self._num_rows + behind for one in bound]
+        words = self._words[first : len(self._rows)].numpy()
+        fill_masks([one.matcher for one in bound], words)
+        return {one.place: mask for one, mask in zip(bound, words, strict=True)}
+
+    def finish(self, drafts: MaskedDrafts | None) -> TokenMask | None:
+        """Return all of them; None if there are none."""
+        if self._words is None:
+            return None
+        rows = np.array(self._rows, dtype=np.int64)
+        return TokenMask(rows=rows, words=self._words[: len(rows)], drafts=drafts)
+
+
+def _fill_behind(
+    going: Sequence[_Sequence],
+    masks: _Masks,
+    verified_CK: npt.NDArray[np.int64],
+    read_drafts: ReadDrafts | None,
+) -> None:
+    """Fill the masks of every row: behind the last token, and behind drafts that may come.
+
+    The matchers are told the drafts, and forget them. A draft with which the output is over, or
+    behind which no token can come, is not verified: it is sampled as if there were none.
+
+    Args:
+        going: all sequences.
+        masks: filled.
+        verified_CK: written: of each the drafts with masks behind them.
+        read_drafts: None where there are none.
+    """
+    num_drafts = verified_CK.shape[1]
+    filled = masks.fill(going, 0)
+    if not num_drafts or read_drafts is None:
+        return
+    on_trial: list[tuple[int, _Sequence, Sequence[int]]] = [
+        (row, one, read_drafts(one.place)[:num_drafts])
+        for row, one in enumerate(going)
+        if one.matcher.error is None
+    ]
+    marks = [(one.matcher, one.matcher.mark()) for _, one, _ in on_trial]
+    for behind in range(num_drafts):
+        on_trial = [
+            (row, one, drafts)
+            for row, one, drafts in on_trial
+            if len(drafts) > behind and _follows(one, drafts[behind], filled)
+        ]
+        filled = masks.fill([one for _, one, _ in on_trial], behind + 1)
+        on_trial = [trial for trial in on_trial if trial[1].matcher.error is None]
+        for row, _, drafts in on_trial:
+            verified_CK[row, behind] = drafts[behind]
+    for matcher, mark in marks:
+        matcher.go_back(mark)
+
+
+def _follows(one: _Sequence, draft: int, filled: Mapping[int, Int32Array]) -> bool:
+    """Tell a matcher a draft, if it may come next; whether anything can come behind it."""
+    matcher = one.matcher
+    if draft < 0 or (one.place in filled and not has_bit(filled[one.place], draft)):
+        return False
+    matcher.take(matcher.num_taken, draft)
+    return not matcher.is_over and matcher.error is None
+
+
+def take_sampled(item: ScheduledRequest, token_ids: Sequence[int]) -> None:
+    """Tell a request's matcher what a step has sampled, before the request has it."""
     request = item.request
     if request.matcher is not None:
         request.matcher.follow(request.output_token_ids)
-        request.matcher.take(item.end - request.num_prompt_tokens, token_id)
+        for index, token_id in enumerate(token_ids, len(request.output_token_ids)):
+            request.matcher.take(index, token_id)

@@ -6,14 +6,13 @@ Plain PyTorch on every device.
 from collections.abc import Sequence
 from typing import Final
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.formats.base import QuantizedConfig, RowCodec, Storage
 from engine.formats.expert_rows import ExpertRows, GroupedRows, plain
 from engine.formats.fp8_rows import Activation
 from engine.formats.stored_weight import StoredWeight
-from engine.kernels import reference
+from engine.kernels import few_rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.weights.slices import AsNumbers
 from runtime.errors import InternalError
@@ -53,14 +52,12 @@ class PlainFormat:
 
     def linear(self, x: Activation, weight: StoredWeight) -> Tensor:
         """See `NumberFormat`."""
-        return F.linear(plain(x), weight.numbers)
+        return few_rows.linear(plain(x), weight.numbers)
 
     def grouped_mlp(self, rows: GroupedRows, w13: StoredWeight, w2: StoredWeight) -> Tensor:
         """See `NumberFormat`."""
         assert isinstance(rows, ExpertRows)
-        return reference.grouped_mlp(
-            rows.rows_MD, rows.num_rows_per_expert, w13.numbers, w2.numbers
-        )
+        return few_rows.grouped_mlp(rows.rows_MD, rows.num_rows_per_expert, w13.numbers, w2.numbers)
 
     def masked_mlp(self, rows: MaskedRows, w13: StoredWeight, w2: StoredWeight) -> Tensor:
         """See `NumberFormat`."""

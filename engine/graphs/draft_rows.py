@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch
-
-NO_DRAFT = -1
-"""In place of a token id."""
+from engine.sampling.token_mask import NO_DRAFT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,27 +14,60 @@ sampled, and a row behind one that does not count is sampled in the slot of padd
 the layer makes are counted likewise, and forgotten at the end.
 
 Which tokens come of a step does not depend on the drafts, nor on the KV of that layer, which may
-hold anything for positions that it has not run. Legend: B sequences, R = K + 1 rows of each, D
-hidden size.
+hold anything for positions that it has not run.
+
+Where K is chosen anew before every step there is a body for each, over one `DraftState`: a step may
+follow one of any other K, also one that is not read. Without drafts (K = 0) the layer's KV is still
+written, which takes its projections and no attention, experts or exchange; so drafts are as good
+as ever when they are turned on again. Legend: B sequences, R = K + 1 rows of each, D hidden size.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch
-from engine.graphs.draft_rows import NO_DRAFT
+from engine.graphs.draft_rows import DraftedSequences
 from engine.graphs.inputs import DecodeInputs, StaticInputs
-from engine.host_copy import HostCopies, upload
+from engine.graphs.step_body import launch_row_logprobs
+from engine.host_copy import HostCopies
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import DraftingModel
 from engine.sampling.accepted import AcceptedTokens, PendingAccepted
 from engine.sampling.graph_sampler import GraphSampler, SamplingRows, SamplingStage
-from engine.sampling.logprobs import PendingLogprobs, launch_logprobs
-from engine.sampling.token_mask import TokenMask, mask_tokens
+from engine.sampling.token_mask import NO_DRAFT, TokenMask, mask_tokens
+
+
+class DraftState:
+    """What steps leave on the device for their parts and for one another, whatever their K.
+
+    Attributes:
+        hidden: [rows, D] final hidden states of a step; empty until `keep_room`.
+        tokens: [S, R] int64, chosen in every row, of the largest K.
+        counts: [S] int64, how many of them count.
+        is_usable: [S] bool, whether the logits of the first row are numbers.
+        num_verified: [S] int64, drafts that it could verify.
+        drafts_SK: [slots, K] int64, drafts by slot; `NO_DRAFT` where there is none.
+    """
+
+    def __init__(
+        self, static: StaticInputs, sampler: GraphSampler, *, max_drafts: int, device: torch.device
+    ) -> None:
+        """Allocate for as many sequences as `static` has, of up to `max_drafts` drafts each."""
+        most = static.max_num_seqs
+        self.hidden = torch.empty(0, device=device)
+        self.tokens = torch.zeros((most, max_drafts + 1), dtype=torch.int64, device=device)
+        self.counts = torch.ones(most, dtype=torch.int64, device=device)
+        self.is_usable = torch.zeros(most, dtype=torch.bool, device=device)
+        self.num_verified = torch.zeros(most, dtype=torch.int64, device=device)
+        num_slots = sampler.num_slots + 1
+        self.drafts_SK = torch.full((num_slots, max_drafts), NO_DRAFT, device=device)
+
+    def keep_room(self, hidden: Tensor) -> None:
+        """Allocate for final hidden states like these, before the first capture that uses them."""
+        if len(self.hidden) < len(hidden):
+            self.hidden = torch.empty_like(hidden)
 
 
 class DraftingBody:
@@ -50,64 +83,79 @@ class DraftingBody:
         sampler: GraphSampler,
         *,
         num_drafts: int,
+        state: DraftState | None = None,
     ) -> None:
-        """Allocate for as many sequences as `static` has, of `num_drafts` drafts each."""
-        assert num_drafts > 0
-        most, device = static.max_num_seqs, kv_pool.device
+        """Take a model with its layer for multi-token prediction, and the state of all bodies.
+
+        Args:
+            model: on the device of `kv_pool`.
+            kv_pool: with that layer's KV.
+            static: inputs of a step.
+            sampler: of all slots.
+            num_drafts: K.
+            state: of K drafts or more; None for one of its own.
+        """
         self._model, self._kv_pool = model, kv_pool
         self._static, self._sampler = static, sampler
         self._num_rows = num_drafts + 1
-        self._hidden = torch.empty(0, device=device)  # [max_num_seqs * R, D] from `prepare` on
-        self._tokens = torch.zeros((most, self._num_rows), dtype=torch.int64, device=device)
-        self._counts = torch.ones(most, dtype=torch.int64, device=device)
-        self._is_usable = torch.zeros(most, dtype=torch.bool, device=device)
-        num_slots = sampler.num_slots + 1
-        self.drafts_SK = torch.full((num_slots, num_drafts), NO_DRAFT, device=device)
+        self._state = state or DraftState(
+            static, sampler, max_drafts=num_drafts, device=kv_pool.device
+        )
+
+    @property
+    def drafts_SK(self) -> Tensor:
+        """See `DraftState`."""
+        return self._state.drafts_SK
 
     def prepare(self, bucket: int) -> None:
         """See `StepBody`."""
-        hidden = self._model.forward(self._verifying(bucket), self._kv_pool)
-        self._hidden = torch.empty_like(hidden)
+        self._state.keep_room(self._model.forward(self._verifying(bucket), self._kv_pool))
 
     def run_model(self, bucket: int) -> None:
         """See `StepBody`."""
         hidden = self._model.forward(self._verifying(bucket), self._kv_pool)
-        self._hidden[: len(hidden)].copy_(hidden)
+        self._state.hidden[: len(hidden)].copy_(hidden)
 
     def run_head(self, bucket: int, stage: SamplingStage, mask: TokenMask | None = None) -> None:
-        """See `StepBody`; a mask names sequences, of which the first rows are bound."""
+        """See `StepBody`."""
         num_rows = self._num_rows
-        logits = self._model.compute_logits(self._hidden[: bucket * num_rows])
+        logits = self._model.compute_logits(self._state.hidden[: bucket * num_rows])
         # A sum is finite only if every term is, and reads the logits once.
         is_finite = torch.isfinite(logits.sum(dim=-1)).view(bucket, num_rows)
         if mask is not None:
-            mask_tokens(
-                logits[:, : self._sampler.vocab_size], replace(mask, rows=mask.rows * num_rows)
-            )
+            mask_tokens(logits[:, : self._sampler.vocab_size], mask)
         logits_BRV = logits.view(bucket, num_rows, -1)
-        drafts = self._static.drafted(bucket, self.drafts_SK).usable_drafts()
+        drafts = self._drafted(bucket).usable_drafts()
+        if mask is not None and mask.drafts is not None:
+            drafts = mask.drafts.leave(drafts)
         rows = self._sampling_rows(bucket)
         is_counting = torch.ones_like(is_finite[:, 0])
         counts = torch.zeros_like(rows.slot)
         for row in range(num_rows):
             if row:
                 # A row whose logits are not usable is left to a step of which it is the first.
-                agrees = self._tokens[:bucket, row - 1] == drafts[:, row - 1]
+                agrees = self._state.tokens[:bucket, row - 1] == drafts[:, row - 1]
                 is_counting = is_counting & agrees & is_finite[:, row]
             slot = torch.where(is_counting, rows.slot, self._sampler.num_slots)
             here = replace(rows, slot=slot, output_index=rows.output_index + row)
             chosen = self._sampler.choose(logits_BRV[:, row], here, stage)
-            self._tokens[:bucket, row].copy_(chosen)
+            self._state.tokens[:bucket, row].copy_(chosen)
             counts = counts + is_counting
-        self._counts[:bucket].copy_(counts)
-        self._is_usable[:bucket].copy_(is_finite[:, 0])
+        self._state.counts[:bucket].copy_(counts)
+        self._state.is_usable[:bucket].copy_(is_finite[:, 0])
+        self._state.num_verified[:bucket].copy_((drafts != NO_DRAFT).sum(dim=1))
 
     def run_drafts(self, bucket: int, stage: SamplingStage) -> None:
         """See `StepBody`."""
-        sequences = self._static.drafted(bucket, self.drafts_SK)
-        rows, counts = self._sampling_rows(bucket), self._counts[:bucket]
-        tokens, batch = self._tokens[:bucket], self._verifying(bucket)
-        hidden = self._run_layer(self._hidden[: batch.num_tokens], tokens.flatten(), batch)
+        sequences = self._drafted(bucket)
+        rows, counts = self._sampling_rows(bucket), self._state.counts[:bucket]
+        tokens, batch = self._state.tokens[:bucket, : self._num_rows], sequences.verifying()
+        hidden, next_ids = self._state.hidden[: batch.num_tokens], tokens.flatten()
+        if self._num_rows == 1:
+            self._model.remember_mtp(hidden, next_ids, batch, self._kv_pool)
+            self._state.drafts_SK.index_fill_(0, rows.slot, NO_DRAFT)
+            return
+        hidden = self._run_layer(hidden, next_ids, batch)
         last = torch.arange(bucket, device=counts.device) * self._num_rows + counts - 1
         hidden = hidden.index_select(0, last)
         drafts: list[Tensor] = []
@@ -120,6 +168,8 @@ class DraftingBody:
         if stage is SamplingStage.FULL:
             for draft in drafts:
                 self._sampler.forget(draft, rows.slot)
+        none = torch.full_like(drafts[0], NO_DRAFT)
+        drafts += [none] * (self.drafts_SK.shape[1] - len(drafts))
         self.drafts_SK.index_copy_(0, rows.slot, torch.stack(drafts, dim=1))
 
     def launch_sample(
@@ -128,33 +178,32 @@ class DraftingBody:
         """See `StepBody`."""
         num_seqs = inputs.num_seqs
         accepted = AcceptedTokens(
-            token_ids=self._tokens[:num_seqs].clone(), counts=self._counts[:num_seqs].clone()
+            token_ids=self._state.tokens[:num_seqs, : self._num_rows].clone(),
+            counts=self._state.counts[:num_seqs].clone(),
         )
         requests = [place for place, wanted in enumerate(inputs.num_logprobs) if wanted >= 0]
-        logprobs = self._launch_logprobs(accepted, requests, inputs.num_logprobs, copies)
-        sample = PendingAccepted.start(accepted, requests, logprobs, copies)
-        return sample, copies.add(self._is_usable[:num_seqs].clone())
+        each = range(self._num_rows)
+        logprobs = launch_row_logprobs(
+            self._logits_of,
+            accepted.token_ids.flatten(),
+            [place * self._num_rows + row for place in requests for row in each],
+            [inputs.num_logprobs[place] for place in requests for _ in each],
+            copies,
+        )
+        sample = PendingAccepted.start(
+            accepted, self._state.num_verified[:num_seqs], requests, logprobs, copies
+        )
+        return sample, copies.add(self._state.is_usable[:num_seqs].clone())
 
-    def _launch_logprobs(
-        self,
-        accepted: AcceptedTokens,
-        requests: Sequence[int],
-        num_top: Sequence[int],
-        copies: HostCopies,
-    ) -> PendingLogprobs | None:
-        """Compute the logits of all rows of some requests again: see `TokenBody`."""
-        if not requests:
-            return None
-        num_rows = self._num_rows
-        rows = [place * num_rows + row for place in requests for row in range(num_rows)]
-        (index,) = upload([np.array(rows, dtype=np.int64)], self._hidden.device)
-        logits = self._model.compute_logits(self._hidden.index_select(0, index))
-        raw = logits[:, : self._sampler.vocab_size]
-        chosen = accepted.token_ids.flatten().index_select(0, index)
-        return launch_logprobs(raw, chosen, [num_top[row // num_rows] for row in rows], copies)
+    def _logits_of(self, rows: Tensor) -> Tensor:
+        logits = self._model.compute_logits(self._state.hidden.index_select(0, rows))
+        return logits[:, : self._sampler.vocab_size]
 
     def _verifying(self, bucket: int) -> ForwardBatch:
-        return self._static.drafted(bucket, self.drafts_SK).verifying()
+        return self._drafted(bucket).verifying()
+
+    def _drafted(self, bucket: int) -> DraftedSequences:
+        return self._static.drafted(bucket, self.drafts_SK[:, : self._num_rows - 1])
 
     def _sampling_rows(self, bucket: int) -> SamplingRows:
         """Return what the sampler is told of the first row of each sequence."""

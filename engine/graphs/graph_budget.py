@@ -1,7 +1,7 @@
 """How much memory the captured steps of a rank will take: asked before the KV pool takes the rest.
 
 It is measured, because nobody can say what libraries allocate: over a pool of a few blocks the
-largest size is captured alone, then with the next smaller one. The first needs the memory of the
+largest size is captured alone, then with another one. The first needs the memory of the
 activations, which all sizes share; what the second adds, every further one adds too.
 """
 
@@ -26,6 +26,7 @@ def measure_graph_bytes(
     *,
     block_size: int = 64,
     kv_dtype: torch.dtype | None = None,
+    variants: Callable[[int], int] = lambda size: 1,
 ) -> int:
     """Return the device bytes of static buffers and all graphs; nothing is kept.
 
@@ -38,6 +39,7 @@ def measure_graph_bytes(
         sizes: of all steps, ascending.
         block_size: tokens per block.
         kv_dtype: of the KV pool; None for the model's.
+        variants: in how many forms a size is captured; smaller ones may have more.
 
     Raises:
         CaptureError: the model of a rank cannot be captured, which all of them say.
@@ -57,7 +59,19 @@ def measure_graph_bytes(
 
     sizes = tuple(sizes)
     measure(sizes[-1:])  # libraries allocate at first use, and keep it
-    return extrapolate(measure(sizes[-1:]), measure(sizes[-2:]), len(sizes))
+    return extrapolate(measure(sizes[-1:]), measure(probed(sizes, variants)), len(sizes))
+
+
+def probed(sizes: Sequence[int], variants: Callable[[int], int]) -> tuple[int, ...]:
+    """Return the largest size, with that of the others that says what another one adds at most.
+
+    Args:
+        sizes: ascending.
+        variants: of a size.
+    """
+    others = sizes[:-1]
+    most = max(others, key=lambda size: (variants(size), size), default=None)
+    return (*(() if most is None else (most,)), *sizes[-1:])
 
 
 def extrapolate(of_one: int, of_two: int, count: int) -> int:

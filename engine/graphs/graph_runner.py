@@ -8,12 +8,16 @@ where a step cannot be captured), or if one of its requests asks for what they d
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from engine.device_span import DeviceSpan
+from engine.draft_choices import DraftChoices
 from engine.graphs.capture import CaptureProgress, capture_or_close
 from engine.graphs.step_graphs import StepGraphs
+from engine.graphs.step_times import time_steps
 from engine.parallel.groups import RankGroup
 from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
@@ -59,6 +63,7 @@ class GraphRunner:
         *,
         after: PendingStep | None = None,
         group_mean: int = 0,
+        num_drafts: int | None = None,
     ) -> PendingStep:
         """Issue one step to the device and return without waiting for it.
 
@@ -67,40 +72,68 @@ class GraphRunner:
             after: the step that samples the tokens that the host does not know yet. One with
                 drafts must have been read before a step that graphs do not run.
             group_mean: see `StepGraphs.launch_step`.
+            num_drafts: the same; of no meaning where graphs do not run the step.
         """
         if self._graphs is not None and self._graphs.takes(scheduled):
-            pending = self._graphs.launch_step(scheduled, after=after, group_mean=group_mean)
+            pending = self._graphs.launch_step(
+                scheduled, after=after, group_mean=group_mean, num_drafts=num_drafts
+            )
         else:
             if self._graphs is not None:
                 self._graphs.forget()
-            pending = self._launch_plain(scheduled, after, group_mean)
+            pending = self._launch_plain(
+                scheduled, after, group_mean=group_mean, num_drafts=num_drafts
+            )
         pending = replace(pending, span_before=self._span)
         self._span = pending.span
         return pending
 
     def _launch_plain(
-        self, scheduled: Sequence[ScheduledRequest], after: PendingStep | None, group_mean: int
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        after: PendingStep | None,
+        *,
+        group_mean: int,
+        num_drafts: int | None,
     ) -> PendingStep:
         """Run a step without the graphs, and the drafts of nobody behind it, for the group."""
         try:
             pending = self.plain.launch(scheduled, after=after)
         except StepError as error:
             if error.has_joined and self._graphs is not None:
-                self._graphs.join_drafts(group_mean)
+                self._graphs.join_drafts(group_mean, num_drafts)
             raise
         if self._graphs is not None:
-            self._graphs.join_drafts(group_mean)
+            self._graphs.join_drafts(group_mean, num_drafts)
         return pending
+
+    def time_steps(self, max_model_len: int) -> dict[int, list[float]] | None:
+        """Return the seconds of captured steps, see `step_times`; None where none are replayed.
+
+        Args:
+            max_model_len: most tokens of a request.
+        """
+        pool = self.plain.kv_pool
+        if self._graphs is None or not self._graphs.are_replayed:
+            return None
+        return time_steps(
+            self._graphs,
+            vocab_size=self.plain.sampler.vocab_size,
+            block_size=pool.block_size,
+            max_model_len=max_model_len,
+            synchronize=partial(torch.cuda.synchronize, pool.device),
+        )
 
     def close(self) -> None:
         """Forget the graphs, before the groups end; no step may follow."""
         if self._graphs is not None:
             self._graphs.close()
 
-    def run_dummy(self, *, group_mean: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0, num_drafts: int | None = None) -> None:
         """Join the other ranks' step without a request."""
         if self._graphs is not None:
-            self._span = self._graphs.launch_step((), group_mean=group_mean).span
+            pending = self._graphs.launch_step((), group_mean=group_mean, num_drafts=num_drafts)
+            self._span = pending.span
         else:
             self._span = self.plain.run_dummy()
 
@@ -114,7 +147,7 @@ def capture_steps(
     progress: CaptureProgress | None = None,
     buckets: Sequence[int] | None = None,
     use_graphs: bool | None = None,
-    num_drafts: int = 0,
+    num_drafts: int | DraftChoices = 0,
     streams: Streams | None = None,
 ) -> GraphRunner:
     """Capture the decode steps of a runner; all ranks that share experts do it together.

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch
-from engine.graphs.draft_rows import NO_DRAFT, DraftedSequences
+from engine.graphs.draft_rows import DraftedSequences
 from engine.host_copy import upload
 from engine.sampling.graph_sampler import SamplingRows, SamplingStage
+from engine.sampling.token_mask import NO_DRAFT
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -165,15 +166,15 @@ class StaticInputs:
 
         Args:
             bucket: B.
-            kept_SK: [S, K] int64, drafts by slot.
+            kept_SK: [S, K] int64, drafts by slot; K may be 0.
         """
         kept = kept_SK.index_select(0, self._column(IntColumn.SLOT, bucket))
-        given = self._column(IntColumn.DRAFT, bucket)[:, None]
-        given = torch.cat((given, torch.full_like(kept[:, 1:], NO_DRAFT)), dim=1)
+        first = self._column(IntColumn.DRAFT, bucket)[:, None]
+        given = torch.cat((first, torch.full_like(kept, NO_DRAFT)), dim=1)[:, : kept.shape[1]]
         return DraftedSequences(
             token_ids_B=self._token_ids(bucket),
             positions_B=self._column(IntColumn.SEQ_LEN, bucket) - 1 + self.num_ahead(bucket),
-            drafts_BK=torch.where(given[:, :1] == KEPT_DRAFTS, kept, given),
+            drafts_BK=torch.where(first == KEPT_DRAFTS, kept, given),
             capacity_B=self._column(IntColumn.CAPACITY, bucket),
             block_tables_BW=self._tables[:bucket],
             num_seqs=self._num_seqs,

@@ -12,7 +12,6 @@ import numpy as np
 
 from engine.batch import StepBounds, UnreadTokens
 from engine.draft_room import most_kv_tokens
-from engine.graphs.draft_rows import NO_DRAFT
 from engine.graphs.inputs import (
     KEPT_DRAFTS,
     DecodeInputs,
@@ -24,6 +23,7 @@ from engine.graphs.inputs import (
 from engine.request import Request, ScheduledRequest
 from engine.sampling.graph_sampler import GraphSampler, SamplingStage
 from engine.sampling.noise import mix_seed
+from engine.sampling.token_mask import NO_DRAFT
 from runtime.sampling import SamplingParams
 
 
@@ -186,8 +186,6 @@ class Slots:
 def _draft(item: ScheduledRequest, *, is_new: bool) -> int:
     """Return what is taken for the token after the last one of a request; see `IntColumn`."""
     request = item.request
-    if request.sampling.constraint is not None:
-        return NO_DRAFT  # masks are made of one token at a time
     if not is_new:
         return KEPT_DRAFTS
     return (

@@ -5,7 +5,7 @@ request. With drafts it is `drafting_body`. A body owns the static tensors that 
 reads those that `StaticInputs` owns. Every method is called on the thread that launches steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -114,18 +114,34 @@ class TokenBody:
             token_ids=tokens,
             host_ids=copies.add(tokens),
             logprob_rows=rows,
-            logprobs=self._launch_logprobs(tokens, rows, inputs.num_logprobs, copies),
+            logprobs=launch_row_logprobs(
+                self._logits_of, tokens, rows, [inputs.num_logprobs[row] for row in rows], copies
+            ),
         )
         return sample, copies.add(is_usable)
 
-    def _launch_logprobs(
-        self, tokens: Tensor, rows: Sequence[int], num_top: Sequence[int], copies: HostCopies
-    ) -> PendingLogprobs | None:
-        """Compute the logits of the rows again: the graphs keep none, and few ask for them."""
-        if not rows:
-            return None
-        (index,) = upload([np.array(rows, dtype=np.int64)], tokens.device)
-        logits = self._model.compute_logits(self._hidden.index_select(0, index))
-        raw = logits[:, : self._sampler.vocab_size]
-        wanted = [num_top[row] for row in rows]
-        return launch_logprobs(raw, tokens.index_select(0, index), wanted, copies)
+    def _logits_of(self, rows: Tensor) -> Tensor:
+        logits = self._model.compute_logits(self._hidden.index_select(0, rows))
+        return logits[:, : self._sampler.vocab_size]
+
+
+def launch_row_logprobs(
+    logits_of: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    rows: Sequence[int],
+    num_top: Sequence[int],
+    copies: HostCopies,
+) -> PendingLogprobs | None:
+    """Compute the logits of some rows again: the graphs keep none, and few ask for them.
+
+    Args:
+        logits_of: returns [L, V] float32 of row numbers [L] int64, without padding.
+        tokens: [T] int64, chosen in all rows.
+        rows: L of them; none gives None.
+        num_top: of each of these, as `num_logprobs` of `SamplingParams`.
+        copies: take the results to the host.
+    """
+    if not rows:
+        return None
+    (index,) = upload([np.array(rows, dtype=np.int64)], tokens.device)
+    return launch_logprobs(logits_of(index), tokens.index_select(0, index), num_top, copies)

@@ -2,9 +2,10 @@
 
 The step is two graphs, one behind the other: the model, from token ids to final hidden states, and
 the head with the sampler, of which there is one for greedy batches and one for all others; with
-drafts (`drafting_body`) a third one makes the next step's. What they do, says a `StepBody`. Between
-copying the inputs in and copying the tokens out the host only issues two replays, so it can issue
-the next step while this one runs: the tokens of this step need not come by the host.
+drafts (`drafting_body`) a third one makes the next step's. What they do, says a `StepBody`. Where
+the number of drafts is chosen anew before every step, there is one of each for every number.
+Between copying the inputs in and copying the tokens out the host only issues replays, so it can
+issue the next step while this one runs: the tokens of this step need not come by the host.
 
 A batch is padded to the next larger size. Padding costs next to nothing, because few rows are
 bound by the reading of weights; it goes to no expert, so no other rank ever has more to do for it.
@@ -14,20 +15,24 @@ dispatcher of decode takes that (`engine.parallel`).
 On a CPU, or with `use_graphs=False`, the same work is called instead of replayed.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from engine.batch import StepBounds
-from engine.constraint.step_masks import mask_of_step
+from engine.constraint.step_masks import StepDrafts, mask_of_step
 from engine.device_span import DeviceSpan
+from engine.draft_choices import DraftChoices
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture, CaptureProgress, Eager, Replayable, capture_each
-from engine.graphs.drafting_body import DraftingBody
+from engine.graphs.drafting_body import DraftingBody, DraftState
+from engine.graphs.host_drafts import HostDrafts
 from engine.graphs.inputs import DecodeInputs, StaticInputs
 from engine.graphs.slots import KVRoom, Slots
 from engine.graphs.step_body import StepBody, TokenBody
@@ -56,7 +61,7 @@ class StepGraphs:
         max_model_len: int,
         buckets: Sequence[int] | None = None,
         use_graphs: bool | None = None,
-        num_drafts: int = 0,
+        num_drafts: int | DraftChoices = 0,
         streams: Streams | None = None,
     ) -> None:
         """Allocate the static buffers; `capture` does the rest.
@@ -69,12 +74,13 @@ class StepGraphs:
             max_model_len: most tokens of a sequence.
             buckets: batch sizes to capture, ascending; None for `batch_buckets`.
             use_graphs: None for graphs on a CUDA device and none elsewhere.
-            num_drafts: that a step verifies and makes for each sequence; above 0 of a model with
-                its layer for multi-token prediction, and over a pool with that one's KV.
+            num_drafts: that a step verifies and makes for each sequence, or which numbers there are
+                to choose from; above 0 of a model with its layer for multi-token prediction, and
+                over a pool with that one's KV.
             streams: of the rank; None for some of these steps' own.
         """
         device = kv_pool.device
-        self._model, self._kv_pool = model, kv_pool
+        self._kv_pool = kv_pool
         self._use_graphs = device.type == "cuda" if use_graphs is None else use_graphs
         self._streams = streams or Streams(device)
         self.buckets = tuple(buckets or batch_buckets(max_num_seqs))
@@ -82,8 +88,9 @@ class StepGraphs:
         self._sampler = GraphSampler(vocab_size, max_num_seqs, device)
         bounds = StepBounds(num_blocks=kv_pool.num_blocks, vocab_size=vocab_size)
         room = KVRoom(block_size=kv_pool.block_size, max_model_len=max_model_len)
+        self.choices = _choices(num_drafts)
         self._slots = Slots(
-            self._sampler, max_num_blocks, bounds, room=room if num_drafts else None
+            self._sampler, max_num_blocks, bounds, room=room if self.choices.most else None
         )
         self._static = StaticInputs(
             max_num_seqs,
@@ -92,10 +99,11 @@ class StepGraphs:
             vocab_size=vocab_size,
             device=device,
         )
-        self._body = _body(model, kv_pool, self._static, self._sampler, num_drafts)
-        self._forwards: dict[int, Replayable] = {}
-        self._heads: dict[tuple[int, SamplingStage], Replayable] = {}
-        self._drafts: dict[tuple[int, SamplingStage], Replayable] = {}
+        self._bodies = _bodies(model, kv_pool, self._static, self._sampler, self.choices)
+        self._host_drafts = HostDrafts()
+        self._forwards: dict[_Size, Replayable] = {}
+        self._heads: dict[tuple[_Size, SamplingStage], Replayable] = {}
+        self._drafts: dict[tuple[_Size, SamplingStage], Replayable] = {}
 
     @property
     def is_captured(self) -> bool:
@@ -103,9 +111,14 @@ class StepGraphs:
         return bool(self._heads)
 
     @property
+    def are_replayed(self) -> bool:
+        """Whether they are graphs, and not called one kernel at a time."""
+        return self._use_graphs
+
+    @property
     def kept_drafts(self) -> Tensor | None:
         """Drafts of the next step, [slots, K] int64 on the device; a measurement may lose some."""
-        return self._body.drafts_SK
+        return self._bodies[self.choices.most].drafts_SK
 
     @torch.inference_mode()
     def capture(
@@ -128,8 +141,9 @@ class StepGraphs:
         """
         assert not self.is_captured
         make = Capture(self._streams).graph if self._use_graphs else Eager
-        graphs_of_a_stage = 2 if self._body.has_drafts else 1
-        total = len(self.buckets) * (1 + graphs_of_a_stage * len(SamplingStage))
+        graphs_of_a_stage = 2 if self.choices.most else 1
+        num_sizes = sum(len(self.choices.of(bucket)) for bucket in self.buckets)
+        total = num_sizes * (1 + graphs_of_a_stage * len(SamplingStage))
         for _ in capture_each(self.buckets, partial(self._capture_size, make=make), group):
             if progress is not None:
                 done = len(self._forwards) + len(self._heads) + len(self._drafts)
@@ -155,18 +169,32 @@ class StepGraphs:
             for item in scheduled
         )
 
-    def join_drafts(self, group_mean: int = 0) -> None:
+    def join_drafts(self, group_mean: int = 0, num_drafts: int | None = None) -> None:
         """Make drafts for nobody, behind a step that was run without the graphs.
 
         The other ranks of the group make theirs, which takes as many collectives.
+
+        Args:
+            group_mean: see `launch_step`.
+            num_drafts: the same.
         """
-        if not self._body.has_drafts:
+        size = self._size(group_mean, num_drafts)
+        if not size.num_drafts:
             return
         with torch.inference_mode():
             inputs = self._slots.inputs(())
-            bucket = bucket_for(group_mean, self.buckets)
-            self._static.load(inputs, bucket)
-            self._drafts[bucket, inputs.stage].replay()
+            self._static.load(inputs, size.bucket)
+            self._drafts[size, inputs.stage].replay()
+
+    def replay(self, inputs: DecodeInputs, num_drafts: int) -> None:
+        """Replay a step that is nobody's, of exactly a captured size; nothing is read of it."""
+        size = _Size(inputs.num_seqs, num_drafts)
+        with torch.inference_mode():
+            self._static.load(inputs, size.bucket)
+            self._forwards[size].replay()
+            self._heads[size, inputs.stage].replay()
+            if (size, inputs.stage) in self._drafts:
+                self._drafts[size, inputs.stage].replay()
 
     def forget(self) -> None:
         """Say that a step was run without the graphs: its tokens are not in their tables."""
@@ -178,6 +206,7 @@ class StepGraphs:
         *,
         after: PendingStep | None = None,
         group_mean: int = 0,
+        num_drafts: int | None = None,
     ) -> PendingStep:
         """Issue a step that `takes` says yes to, as `ModelRunner.launch` does.
 
@@ -187,6 +216,9 @@ class StepGraphs:
             group_mean: sequences of a rank of the group in this step on average, rounded up. This
                 rank's experts get their share of all of these, however few are its own, and
                 products choose their tiles by the size of the step; so it is at least as large.
+            num_drafts: of every sequence, one of those that the size has; the same on all ranks.
+                None for the most that it has. Fewer may be verified, if the step before has made
+                fewer.
 
         Raises:
             StepError: before the replay, where a request may be at fault, or behind it. What fails
@@ -200,13 +232,14 @@ class StepGraphs:
             except StepError:
                 self._slots.clear()  # they know a part of a step that will not be
                 raise
-            return self._launch(scheduled, inputs, group_mean, after)
+            size = self._size(max(inputs.num_seqs, group_mean), num_drafts)
+            return self._launch(scheduled, inputs, size, after)
 
     def _launch(
         self,
         scheduled: Sequence[ScheduledRequest],
         inputs: DecodeInputs,
-        group_mean: int,
+        size: _Size,
         after: PendingStep | None,
     ) -> PendingStep:
         """Copy a step's inputs in, replay it, and start to copy its tokens out.
@@ -215,17 +248,19 @@ class StepGraphs:
         step before are read; the device has this step's model to run meanwhile.
         """
         assert self.is_captured
-        bucket = bucket_for(max(inputs.num_seqs, group_mean), self.buckets)
-        self._static.load(inputs, bucket)
-        span = DeviceSpan.start(self._kv_pool.device)
-        self._forwards[bucket].replay()
+        device = self._kv_pool.device
+        drafts = self._host_drafts.take(scheduled, inputs, size.num_drafts)
+        self._static.load(inputs, size.bucket)
+        span = DeviceSpan.start(device)
+        self._forwards[size].replay()
+        body = self._bodies[size.num_drafts]
         try:
-            self._run_head(scheduled, inputs, bucket, after)
+            self._run_head(scheduled, inputs, size, after, drafts)
         finally:
             # Also where that failed: the other ranks of the group make drafts together.
-            if self._body.has_drafts:
-                self._drafts[bucket, inputs.stage].replay()
-        pending = self._launch_results(scheduled, inputs)
+            if body.has_drafts:
+                self._drafts[size, inputs.stage].replay()
+        pending = _launch_results(body, scheduled, inputs, self._host_drafts, device)
         if span is not None:
             span.end()
         return replace(pending, span=span)
@@ -234,55 +269,89 @@ class StepGraphs:
         self,
         scheduled: Sequence[ScheduledRequest],
         inputs: DecodeInputs,
-        bucket: int,
+        size: _Size,
         after: PendingStep | None,
+        drafts: StepDrafts,
     ) -> None:
         """Replay the head, or where a mask binds rows launch it."""
         with may_fail(self._kv_pool.device, has_joined=True):
-            mask = mask_of_step(
-                scheduled, self._sampler.vocab_size, reader_of(after), self._kv_pool.device
-            )
-        if mask is None:
-            self._heads[bucket, inputs.stage].replay()
-            return
-        with may_fail(self._kv_pool.device, has_joined=True):
-            self._body.run_head(bucket, inputs.stage, mask)
+            vocab_size, device = self._sampler.vocab_size, self._kv_pool.device
+            mask = mask_of_step(scheduled, vocab_size, reader_of(after), device, drafts)
+            if mask is not None:
+                self._bodies[size.num_drafts].run_head(size.bucket, inputs.stage, mask)
+                return
+        self._heads[size, inputs.stage].replay()
 
-    def _launch_results(
-        self, scheduled: Sequence[ScheduledRequest], inputs: DecodeInputs
-    ) -> PendingStep:
-        """Start to copy the step's tokens out."""
-        with may_fail(self._kv_pool.device, has_joined=True):
-            copies = HostCopies(self._kv_pool.device)
-            sample, is_usable = self._body.launch_sample(inputs, copies)
-            copies.close()
-        return PendingStep(
-            scheduled=scheduled,
-            sample=sample,
-            is_usable=is_usable,
-            prompts=[()] * len(scheduled),
-            copies=copies,
-        )
+    def _size(self, num_seqs: int, num_drafts: int | None) -> _Size:
+        bucket = bucket_for(num_seqs, self.buckets)
+        return _Size(bucket, self.choices.of(bucket)[-1] if num_drafts is None else num_drafts)
 
     def _capture_size(self, bucket: int, make: Callable[[Callable[[], None]], Replayable]) -> None:
-        if not self._forwards:  # the largest one
-            self._body.prepare(bucket)
-        self._forwards[bucket] = make(partial(self._body.run_model, bucket))
-        for stage in SamplingStage:
-            self._heads[bucket, stage] = make(partial(self._body.run_head, bucket, stage))
-            if self._body.has_drafts:
-                self._drafts[bucket, stage] = make(partial(self._body.run_drafts, bucket, stage))
+        if not self._forwards:
+            most = _most_rows(self.choices, self.buckets)
+            self._bodies[most.num_drafts].prepare(most.bucket)
+        for num_drafts in reversed(self.choices.of(bucket)):
+            size, body = _Size(bucket, num_drafts), self._bodies[num_drafts]
+            self._forwards[size] = make(partial(body.run_model, bucket))
+            for stage in SamplingStage:
+                self._heads[size, stage] = make(partial(body.run_head, bucket, stage))
+                if body.has_drafts:
+                    self._drafts[size, stage] = make(partial(body.run_drafts, bucket, stage))
 
 
-def _body(
+def _launch_results(
+    body: StepBody,
+    scheduled: Sequence[ScheduledRequest],
+    inputs: DecodeInputs,
+    host_drafts: HostDrafts,
+    device: torch.device,
+) -> PendingStep:
+    """Start to copy the step's tokens out."""
+    with may_fail(device, has_joined=True):
+        copies = HostCopies(device)
+        sample, is_usable = body.launch_sample(inputs, copies)
+        host_drafts.keep(scheduled, inputs, body.drafts_SK, copies)
+        copies.close()
+    return PendingStep(
+        scheduled=scheduled,
+        sample=sample,
+        is_usable=is_usable,
+        prompts=[()] * len(scheduled),
+        copies=copies,
+    )
+
+
+class _Size(NamedTuple):
+    """Of a step: how many sequences, padding included, and the drafts of each."""
+
+    bucket: int
+    num_drafts: int
+
+
+def _most_rows(choices: DraftChoices, buckets: Sequence[int]) -> _Size:
+    """Return the step of the most rows, which need not be that of the most sequences."""
+    sizes = [_Size(bucket, choices.of(bucket)[-1]) for bucket in buckets]
+    return max(sizes, key=lambda size: size.bucket * (1 + size.num_drafts))
+
+
+def _choices(num_drafts: int | DraftChoices) -> DraftChoices:
+    return DraftChoices.always(num_drafts) if isinstance(num_drafts, int) else num_drafts
+
+
+def _bodies(
     model: CausalModel,
     kv_pool: KVPool,
     static: StaticInputs,
     sampler: GraphSampler,
-    num_drafts: int,
-) -> StepBody:
-    if not num_drafts:
-        return TokenBody(model, kv_pool, static, sampler)
+    choices: DraftChoices,
+) -> dict[int, StepBody]:
+    """Return what steps do by their number of drafts; steps of several share one state."""
+    if not choices.most:
+        return {0: TokenBody(model, kv_pool, static, sampler)}
     assert kv_pool.num_mtp_layers, "drafts, and no KV of the layer that makes them"
     drafting = cast(DraftingModel, model)  # the layer is there where its KV is
-    return DraftingBody(drafting, kv_pool, static, sampler, num_drafts=num_drafts)
+    state = DraftState(static, sampler, max_drafts=choices.most, device=kv_pool.device)
+    return {
+        count: DraftingBody(drafting, kv_pool, static, sampler, num_drafts=count, state=state)
+        for count in choices.numbers
+    }

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.kernels import few_rows
 from engine.layers.context import LayerContext
 from engine.weights.slices import WeightSlice
 
@@ -48,7 +49,7 @@ class LMHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [L, hidden_size] to float32 logits [L, vocab_size]."""
-        return F.linear(hidden, self.weight).float()
+        return few_rows.linear(hidden, self.weight).float()
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`; a tied head owns nothing."""

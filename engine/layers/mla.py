@@ -16,6 +16,7 @@ from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention, LatentQueries, Latents
 from engine.config import DeepseekV3Config
 from engine.formats.fp8_rows import Activation, Fp8Rows
+from engine.kernels import few_rows
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear, RowParallelLinear
 from engine.layers.norm import FeedFormat, RMSNorm
@@ -71,8 +72,9 @@ class MLA(nn.Module):
         )
         takers = [self.qkv_a_proj] if config.q_lora_rank else [self.qkv_a_proj, self.q_proj]
         self.feed_format = FeedFormat.of(is_quantized=all(one.takes_quantized for one in takers))
-        # Of kv_b_proj, made at the first absorbed step: the weight itself unless that is FP8.
-        self._up_weight: Tensor | None = None
+        # Of kv_b_proj, made at the first absorbed step: views of the weight itself, unless that is
+        # FP8, or is read faster the other way round.
+        self._up_weights: tuple[Tensor, Tensor] | None = None
 
     def forward(self, hidden: Activation, step: AttentionStep) -> Operations[Tensor]:
         """Attend; writes this step's latents into the pool first.
@@ -105,6 +107,23 @@ class MLA(nn.Module):
         reducing = sharding.start_reduce(self.o_proj(self._attend(q_THA, step)))
         yield
         return reducing.wait()
+
+    def remember(self, hidden: Activation, step: AttentionStep) -> None:
+        """Write this step's latents into the pool and do nothing else: nobody attends.
+
+        Args:
+            hidden: [t, D], normalised, as `feed_format` says.
+            step: of the running batch.
+        """
+        gathering = self._sharding.start_gather(self.qkv_a_proj(hidden), step.slot_mapping.shape[0])
+        latents_TX = gathering.wait()
+        # Split as a whole step splits them, so that what is stored is the same to the bit.
+        if self.q_lora_rank and self.q_b_proj.takes_quantized:
+            self._backend.store_beside_queries(
+                latents_TX, self.q_a_layernorm, self.kv_a_layernorm, self.layer_index, step
+            )
+            return
+        self._remember(latents_TX.tensor_split([self.q_lora_rank], dim=1)[1], step)
 
     def prepare_absorption(self) -> None:
         """Make the weights of the absorbed form now, rather than in its first step.
@@ -144,11 +163,12 @@ class MLA(nn.Module):
 
     def up_projections(self) -> tuple[Tensor, Tensor]:
         """Return kv_b_proj per head in the compute dtype: W_UK [H, N, C] and W_UV [H, V, C]."""
-        if self._up_weight is None:
-            self._up_weight = self.kv_b_proj.matrix.dequantized()
-        per_head = self._up_weight.view(self.num_heads, -1, self.kv_lora_rank)
-        w_uk_HNC, w_uv_HVC = per_head.split_with_sizes((self.nope_dim, self.value_dim), dim=1)
-        return w_uk_HNC, w_uv_HVC
+        if self._up_weights is None:
+            weight = self.kv_b_proj.matrix.dequantized()
+            per_head = weight.view(self.num_heads, -1, self.kv_lora_rank)
+            w_uk_HNC, w_uv_HVC = per_head.split_with_sizes((self.nope_dim, self.value_dim), dim=1)
+            self._up_weights = few_rows.transposed_if_better(w_uk_HNC), w_uv_HVC
+        return self._up_weights
 
     def _per_head(self, x: Tensor) -> Tensor:
         """View [T, H * n] as [T, H, n]."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config import DeepseekV3Config
+from engine.experts.placement import ExpertPlacement
 from engine.formats.base import NumberFormat
 from engine.formats.expert_rows import Rows
 from engine.layers.context import LayerContext
@@ -28,14 +29,19 @@ from engine.operations import Operations
 from engine.ops.gate import GATE_LOGITS, GROUP_LIMITED_TOPK, RoutingRule
 from engine.options import DispatcherKind
 from engine.parallel.choose_dispatcher import RankExperts, choose_dispatcher
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.token_dispatcher import TokenDispatcher
+from engine.parallel.token_sharding import RowCount
 from engine.weights.expert_format import expert_modules
 from engine.weights.slices import WeightSlice, split_evenly
 
 
 class Gate(nn.Module):
-    """Scores every expert for every token; whole on every rank, scores in float32."""
+    """Scores every expert for every token; whole on every rank, scores in float32.
+
+    Attributes:
+        load_C: [E + 1] int64, bins of logical experts that grow with every call; None to count
+            nothing. Its address stays, because captured steps add to it.
+    """
 
     def __init__(self, config: DeepseekV3Config, ctx: LayerContext) -> None:
         super().__init__()
@@ -46,17 +52,18 @@ class Gate(nn.Module):
         dtype = torch.bfloat16 if ctx.number_format.is_quantized else torch.float32
         self.weight = ctx.parameter(config.n_routed_experts, config.hidden_size, dtype=dtype)
         self.e_score_correction_bias = ctx.parameter(config.n_routed_experts, dtype=torch.float32)
+        self.load_C: Tensor | None = None
 
     @property
     def top_k(self) -> int:
         """K."""
         return self._rule.top_k
 
-    def forward(self, hidden_TD: Tensor, num_rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_TD: Tensor, num_rows: RowCount = None) -> tuple[Tensor, Tensor]:
         """Return logical topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32."""
         logits_TE = self._gate_logits(hidden_TD, self.weight)
         return self._group_limited_topk(
-            logits_TE, self.e_score_correction_bias, self._rule, num_rows
+            logits_TE, self.e_score_correction_bias, self._rule, num_rows, self.load_C
         )
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
@@ -123,7 +130,7 @@ class Experts(nn.Module):
         for slot in range(*self._slots):
             logical = self._placement.physical_to_logical_map[slot]
             slot_of.setdefault(logical, []).append(slot - self._slots[0])
-        for logical in range(self._placement.logical_replica_count.shape[0]):
+        for logical in range(self._placement.num_logical_experts):
             here = slot_of.get(logical)
             for index in here if here else [None]:
                 yield from self._expert_slices(f"{prefix}.{logical}", index)
@@ -182,13 +189,12 @@ class MoE(nn.Module):
             is_sent=ctx.sharding.sends_rows,
         )
 
-    def forward(self, normed: Normed, num_rows: Tensor | None = None) -> Operations[Tensor]:
+    def forward(self, normed: Normed, num_rows: RowCount = None) -> Operations[Tensor]:
         """Map [T, D] to [T, D]; T may be 0, and with ep > 1 every rank must call.
 
         Args:
             normed: the rows.
-            num_rows: [1] int64, rows from there on go to no routed expert; None where there are
-                none such.
+            num_rows: rows from there on go to no routed expert; None where there are none such.
         """
         shared = self._shared_schedule.start(self.shared_experts, normed)
         topk_ids_TK, topk_weights_TK = self.gate(normed.plain, num_rows)
@@ -205,7 +211,7 @@ class MoE(nn.Module):
 
 
 def create_expert_dispatcher(
-    config: DeepseekV3Config, ctx: LayerContext, placement: ExpertPlacement
+    config: DeepseekV3Config, ctx: LayerContext, num_physical_experts: int
 ) -> TokenDispatcher[Any]:
     """Return the dispatcher of a model that was given none; it serves all MoE layers in turn."""
     experts = RankExperts(
@@ -213,7 +219,7 @@ def create_expert_dispatcher(
         groups=ctx.groups,
         kernels=ctx.kernels,
         device=ctx.device,
-        num_physical_experts=placement.num_physical_experts,
+        num_physical_experts=num_physical_experts,
         scatter_tokens=ctx.scatter_tokens,
     )
     return choose_dispatcher(experts, DispatcherKind.COLLECTIVES).dispatcher

@@ -7,13 +7,13 @@ from torch import nn
 from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention
 from engine.config import DeepseekV3Config
+from engine.experts.placements import ExpertPlacements
 from engine.layers.context import LayerContext
 from engine.layers.mla import MLA
 from engine.layers.mlp import MLP
 from engine.layers.moe import MoE
 from engine.layers.norm import Residual, RMSNorm
 from engine.operations import Operations
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.token_dispatcher import TokenDispatcher
 
 
@@ -27,7 +27,7 @@ class DecoderLayer(nn.Module):
         attention: LatentAttention,
         index: int,
         *,
-        placement: ExpertPlacement,
+        placements: ExpertPlacements,
         dispatcher: TokenDispatcher[Any],
     ) -> None:
         super().__init__()
@@ -38,6 +38,7 @@ class DecoderLayer(nn.Module):
         if index < config.first_k_dense_replace:
             self.mlp = MLP(ctx.within("mlp"), config.hidden_size, config.intermediate_size)
         else:
+            placement = placements.of_layer(index)
             self.mlp = MoE(config, ctx.within("mlp"), placement, dispatcher)
 
     def forward(self, stream: Residual, step: AttentionStep) -> Operations[Residual]:

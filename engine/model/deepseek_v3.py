@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.attention.attention_plan import AttentionStep
 from engine.attention.attention_rule import AttentionRule
 from engine.attention.kv_spec import KVSpec
 from engine.attention.latent import LatentAttention
 from engine.batch import ForwardBatch
 from engine.config import DeepseekV3Config
 from engine.execution import Execution
+from engine.experts.placements import ExpertPlacements
 from engine.hf_config.quantization import ModulePatterns
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
@@ -37,7 +39,6 @@ from engine.micro_batches import halve
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
 from engine.operations import Operations, do_nothing, interleave, run
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import experts_are_quantized
@@ -53,7 +54,7 @@ class DeepseekV3Model(nn.Module):
         ctx: LayerContext,
         attention: LatentAttention,
         *,
-        placement: ExpertPlacement,
+        placements: ExpertPlacements,
         dispatcher: TokenDispatcher[Any],
         with_mtp: bool = False,
     ) -> None:
@@ -66,7 +67,7 @@ class DeepseekV3Model(nn.Module):
                 ctx.within(f"model.layers.{index}"),
                 attention,
                 index,
-                placement=placement,
+                placements=placements,
                 dispatcher=dispatcher,
             )
             for index in range(config.num_kv_layers(with_mtp=with_mtp))
@@ -96,7 +97,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         with_mtp: bool = False,
-        placement: ExpertPlacement | None = None,
+        placements: ExpertPlacements | None = None,
         attention_rule: AttentionRule | None = None,
         kernels: Kernels | None = None,
         execution: Execution | None = None,
@@ -109,7 +110,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             dtype: compute dtype; weights of a format that the kernels lack are dequantised into it.
             device: where everything is.
             with_mtp: build the multi-token-prediction layers too.
-            placement: slots of the routed experts; None for one each.
+            placements: slots of the routed experts of each layer; None for one each.
             attention_rule: when attention is absorbed; None for the cheaper form by arithmetic.
             kernels: None for the fastest of the device; weights of their formats stay as they are.
             execution: how steps run on several ranks; None for what fits `groups`.
@@ -121,20 +122,24 @@ class DeepseekV3ForCausalLM(nn.Module):
         super().__init__()
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.groups, self.with_mtp = groups or ProcessGroups(), with_mtp
-        placement = placement or ExpertPlacement.identity(config.n_routed_experts, device)
-        self.groups.dims.check_model(config, num_physical_experts=placement.num_physical_experts)
+        num_experts, layers = config.n_routed_experts, config.expert_layers(with_mtp=with_mtp)
+        placements = placements or ExpertPlacements.alike(
+            range(num_experts), num_experts, layers=layers, device=device
+        )
+        num_slots = placements.num_physical_experts
+        self.groups.dims.check_model(config, num_physical_experts=num_slots)
         self.kernels = kernels or create_kernels(self.device, dtype)
         execution = execution or Execution()
         ctx = self._context(execution)
         self.number_format = ctx.number_format
-        dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, placement)
+        dispatcher = execution.dispatcher or create_expert_dispatcher(config, ctx, num_slots)
         rule = attention_rule or AttentionRule.of(config, tp=self.groups.dims.tp)
         self.attention = LatentAttention(config, self.kernels, self.device, rule)
         self.model = DeepseekV3Model(
             config,
             ctx,
             self.attention,
-            placement=placement,
+            placements=placements,
             dispatcher=dispatcher,
             with_mtp=with_mtp,
         )
@@ -208,8 +213,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         self, batch: ForwardBatch, kv_pool: KVPool, layer_done: Callable[[int], None]
     ) -> Operations[Tensor]:
         """Run one micro-batch: [T, D], after the final norm."""
-        own_rows = self._sharding.count(batch.num_rows, batch.num_tokens)
-        step = self.attention.plan(replace(batch, num_rows=own_rows), kv_pool)
+        step = self._plan(batch, kv_pool)
         own_ids = self._sharding.take(batch.input_ids)
         stream = Residual(self.model.embed_tokens(own_ids))
         for index, layer in enumerate(self.model.layers[: self.config.num_hidden_layers]):
@@ -219,6 +223,11 @@ class DeepseekV3ForCausalLM(nn.Module):
         gathering = self._sharding.start_gather(normed.plain, batch.num_tokens)
         yield
         return gathering.wait()
+
+    def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
+        """Plan what layers share of a step, of whose rows on this rank some may be padding."""
+        own_rows = self._sharding.count(batch.num_rows, batch.num_tokens)
+        return replace(self.attention.plan(batch, kv_pool), num_rows=own_rows)
 
     def _launching(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Return in what the kernels of a step are launched."""
@@ -254,16 +263,28 @@ class DeepseekV3ForCausalLM(nn.Module):
         Returns:
             [T, D], for `compute_logits`, which then scores the token after `next_ids`.
         """
-        assert self.with_mtp, "the model was built without its MTP layers"
-        layer = self.model.layers[self.config.num_hidden_layers]
-        assert isinstance(layer, MTPLayer)
+        layer = self._mtp_layer()
         take, num_tokens = self._sharding.take, batch.num_tokens
-        own_rows = self._sharding.count(batch.num_rows, num_tokens)
         with self._launching(batch):
-            step = self.attention.plan(replace(batch, num_rows=own_rows), kv_pool)
+            step = self._plan(batch, kv_pool)
             embedded = self.model.embed_tokens(take(next_ids))
             normed = run(layer.draft(embedded, take(hidden), step))
             return self._sharding.start_gather(normed, num_tokens).wait()
+
+    def remember_mtp(
+        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+    ) -> None:
+        """Write the KV of the first MTP layer and do nothing else; see `forward_mtp`."""
+        layer, take = self._mtp_layer(), self._sharding.take
+        with self._launching(batch):
+            step = self._plan(batch, kv_pool)
+            layer.remember(self.model.embed_tokens(take(next_ids)), take(hidden), step)
+
+    def _mtp_layer(self) -> MTPLayer:
+        assert self.with_mtp, "the model was built without its MTP layers"
+        layer = self.model.layers[self.config.num_hidden_layers]
+        assert isinstance(layer, MTPLayer)
+        return layer
 
     @property
     def kv_spec(self) -> KVSpec:

@@ -16,7 +16,7 @@ def _build(config: CommonConfig, options: BuildOptions) -> ServedModel:
         dtype=options.dtype,
         device=options.device,
         with_mtp=options.with_mtp,
-        placement=options.placement,
+        placements=options.placements,
         kernels=options.kernels,
         execution=options.execution,
     )

@@ -106,6 +106,10 @@ class LlamaConfig:
         heads, width = self.num_key_value_heads, 2 * self.head_dim
         return KVSpec(num_heads=heads, head_width=width, is_split=True)
 
+    def expert_layers(self, *, with_mtp: bool = False) -> range:
+        """See `CommonConfig`; there are none."""
+        return range(0)
+
     def num_kv_layers(self, *, with_mtp: bool = False) -> int:
         """See `CommonConfig`."""
         assert not with_mtp, "there are no MTP layers"

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from engine.attention.attention_plan import AttentionStep
 from engine.attention.latent import LatentAttention
 from engine.config import DeepseekV3Config
+from engine.experts.placements import ExpertPlacements
 from engine.layers.context import LayerContext
 from engine.layers.linear import ColumnParallelLinear
 from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.model.decoder_layer import DecoderLayer
 from engine.operations import Operations
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.token_dispatcher import TokenDispatcher
 
 
@@ -44,10 +44,12 @@ class MTPLayer(DecoderLayer):
         attention: LatentAttention,
         index: int,
         *,
-        placement: ExpertPlacement,
+        placements: ExpertPlacements,
         dispatcher: TokenDispatcher[Any],
     ) -> None:
-        super().__init__(config, ctx, attention, index, placement=placement, dispatcher=dispatcher)
+        super().__init__(
+            config, ctx, attention, index, placements=placements, dispatcher=dispatcher
+        )
         self.enorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(ctx, config.hidden_size, config.rms_norm_eps)
         self.eh_proj = ColumnParallelLinear(
@@ -68,7 +70,20 @@ class MTPLayer(DecoderLayer):
         Returns:
             [t, D], normed for the head.
         """
-        both = torch.cat((self.enorm(next_embedded_TD), self.hnorm(hidden_TD)), dim=-1)
-        stream = yield from self(Residual(self.eh_proj(both)), step)
+        stream = yield from self(self._combined(next_embedded_TD, hidden_TD), step)
         _, normed = self.shared_head.norm.add(stream, FeedFormat.PLAIN)
         return normed.plain
+
+    def remember(self, next_embedded_TD: Tensor, hidden_TD: Tensor, step: AttentionStep) -> None:
+        """Write the KV that `draft` would write, and do nothing else; the arguments are its own.
+
+        Takes no part in any exchange: the KV of a row depends on this row alone.
+        """
+        attention = self.self_attn
+        stream = self._combined(next_embedded_TD, hidden_TD)
+        _, normed = self.input_layernorm.add(stream, attention.feed_format)
+        attention.remember(normed.feed, step)
+
+    def _combined(self, next_embedded_TD: Tensor, hidden_TD: Tensor) -> Residual:
+        both = torch.cat((self.enorm(next_embedded_TD), self.hnorm(hidden_TD)), dim=-1)
+        return Residual(self.eh_proj(both))

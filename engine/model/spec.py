@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from engine.batch import ForwardBatch
     from engine.config import DeepseekV3Config
     from engine.execution import Execution
+    from engine.experts.placements import ExpertPlacements
     from engine.formats.base import NumberFormat
     from engine.kernels.base import Kernels
     from engine.memory.kv_pool import KVPool
-    from engine.parallel.expert_placement import ExpertPlacement
     from engine.parallel.groups import ProcessGroups
     from engine.weights.slices import WeightSlice
 
@@ -87,6 +87,10 @@ class CommonConfig(Protocol):
     @property
     def experts(self) -> DeepseekV3Config | None:
         """Sizes and routing of the experts; None for a dense model."""
+        ...
+
+    def expert_layers(self, *, with_mtp: bool = False) -> range:
+        """Numbers of the layers with routed experts."""
         ...
 
     def num_kv_layers(self, *, with_mtp: bool = False) -> int:
@@ -248,6 +252,15 @@ class DraftingModel(Protocol):
         """
         ...
 
+    def remember_mtp(
+        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+    ) -> None:
+        """Write the layer's KV of a step's tokens as `forward_mtp` would, and guess nothing.
+
+        What a step without drafts owes the next one with some. No rank waits for another in it.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
@@ -259,7 +272,7 @@ class BuildOptions:
         device: of this rank.
         with_mtp: build the multi-token-prediction layers.
         kernels: that it runs on; None for the fastest of the device.
-        placement: slots of the routed experts; None for one each.
+        placements: slots of the routed experts of each layer; None for one each.
         execution: how steps run on several ranks; None for what fits `groups`.
     """
 
@@ -268,7 +281,7 @@ class BuildOptions:
     device: torch.device
     with_mtp: bool = False
     kernels: Kernels | None = None
-    placement: ExpertPlacement | None = None
+    placements: ExpertPlacements | None = None
     execution: Execution | None = None
 
 

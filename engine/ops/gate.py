@@ -1,6 +1,6 @@
 """The router gate: scores of all experts, and the group-limited choice among them.
 
-Legend: T tokens, D hidden size, E experts, K experts per token, S parts of a sum.
+Legend: T tokens, D hidden size, E experts, K experts per token, S parts of a sum, C = E + 1 bins.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,11 @@ GATE_LOGITS: Final = (
 
 
 def group_limited_topk(
-    logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    rule: RoutingRule,
+    num_rows: Tensor | int | None = None,
+    load_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose experts as DeepSeek-V3 does (report, section 2.1.2).
 
@@ -80,7 +84,11 @@ def group_limited_topk(
         bias_E: [E] float32, `e_score_correction_bias`.
         rule: K = `top_k`; `n_group` groups of neighbouring experts, of which a token may use
             `topk_group`; whether weights are divided by their sum; the factor of all weights.
-        num_rows: [1] int64, from which token on there is padding; None where there is none.
+        num_rows: from which token on there is padding, [1] int64 on the device, or a number that
+            the host knows; None where there is none.
+        load_C: [E + 1] int64 on the device: expert e's bin grows by the tokens that have chosen e.
+            The last bin is for what chooses none, and its value means nothing. None to count
+            nothing.
 
     Returns:
         topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32.
@@ -100,17 +108,24 @@ def group_limited_topk(
     if num_rows is not None:
         tokens_T1 = torch.arange(len(topk_ids_TK), device=topk_ids_TK.device).unsqueeze(1)
         topk_ids_TK = topk_ids_TK.masked_fill(tokens_T1 >= num_rows, -1)
+    if load_C is not None:
+        chosen = topk_ids_TK.flatten()
+        load_C.index_add_(0, chosen % len(load_C), (chosen >= 0).to(load_C.dtype))
     return topk_ids_TK, topk_weights_TK * rule.routed_scaling_factor
 
 
 def _choose_in_tiles(
-    logits_TE: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    rule: RoutingRule,
+    num_rows: Tensor | int | None = None,
+    load_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Leave what does not fit the kernel's tiles to the reference."""
     if gate_kernel.is_supported(logits_TE.shape[-1], rule):
-        return gate_kernel.group_limited_topk(logits_TE, bias_E, rule, num_rows)
+        return gate_kernel.group_limited_topk(logits_TE, bias_E, rule, num_rows, load_C)
     logits_TE = logits_TE if logits_TE.dim() == 2 else logits_TE.sum(0)
-    return group_limited_topk(logits_TE, bias_E, rule, num_rows)
+    return group_limited_topk(logits_TE, bias_E, rule, num_rows, load_C)
 
 
 GROUP_LIMITED_TOPK: Final = Op(reference=group_limited_topk).on(

@@ -57,11 +57,11 @@ def _score(
     tl.store(target, total, mask=mask)
 
 
-@launched("num_tokens")
+@launched("num_tokens", "num_real")
 def _choose(
-    logits, bias, ids, weights, num_rows, scaling, num_tokens, S: tl.constexpr,
+    logits, bias, ids, weights, num_rows, load, scaling, num_tokens, num_real, S: tl.constexpr,
     E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    NORM: tl.constexpr, HAS_PADDING: tl.constexpr,
+    NORM: tl.constexpr, HAS_PADDING: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     SIZE: tl.constexpr = E // GROUPS
@@ -105,11 +105,16 @@ def _choose(
         choice = tl.where(hit, low, choice)
     if NORM:
         chosen_scores = chosen_scores / (tl.sum(chosen_scores, axis=0) + 1e-20)
+    chosen = tl.where(token < num_real, chosen, -1)
     if HAS_PADDING:
         chosen = tl.where(token < tl.load(num_rows), chosen, -1)
     mask = slots < K
     tl.store(ids + token * K + slots, chosen.to(tl.int64), mask=mask)
     tl.store(weights + token * K + slots, chosen_scores * scaling, mask=mask)
+    if COUNTS:
+        # Sums do not depend on the order; nobody waits for them, and no kernel is added.
+        counted = mask & (chosen >= 0)
+        tl.atomic_add(load + chosen, tl.full([KP], 1, tl.int64), mask=counted, sem="relaxed")
 
 
 def score(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -165,7 +170,11 @@ def _num_parts(size: int) -> int:
 
 
 def group_limited_topk(
-    logits: Tensor, bias_E: Tensor, rule: RoutingRule, num_rows: Tensor | None = None
+    logits: Tensor,
+    bias_E: Tensor,
+    rule: RoutingRule,
+    num_rows: Tensor | int | None = None,
+    load_C: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return topk_ids [T, K] int64, -1 for padding, and topk_weights [T, K] float32.
 
@@ -175,9 +184,12 @@ def group_limited_topk(
         bias_E: see `gate`.
         rule: see `gate`.
         num_rows: see `gate`.
+        load_C: see `gate`.
     """
     num_parts = logits.shape[0] if logits.dim() == 3 else 1
     num_tokens, num_experts = logits.shape[-2:]
+    num_real = num_rows if isinstance(num_rows, int) else num_tokens
+    on_device = num_rows if isinstance(num_rows, Tensor) else None
     ids = torch.empty((num_tokens, rule.top_k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((num_tokens, rule.top_k), dtype=torch.float32, device=logits.device)
     if num_tokens:
@@ -185,16 +197,24 @@ def group_limited_topk(
         chosen = (rule.top_k, next_power_of_2(rule.top_k))
         _choose(
             (num_tokens,),
-            (logits.contiguous(), bias_E, ids, weights, ids if num_rows is None else num_rows),
+            (
+                logits.contiguous(),
+                bias_E,
+                ids,
+                weights,
+                ids if on_device is None else on_device,
+                ids if load_C is None else load_C,
+            ),
             (rule.routed_scaling_factor,),
-            (num_tokens,),
+            (num_tokens, num_real),
             (
                 num_parts,
                 num_experts,
                 *groups,
                 *chosen,
                 rule.norm_topk_prob,
-                num_rows is not None,
+                on_device is not None,
+                load_C is not None,
             ),
             num_warps=1,
         )

@@ -1,1 +1,1 @@
-"""How ranks share the work: dimensions, process groups, expert placement, token dispatchers."""
+"""How ranks share the work: dimensions, process groups, token dispatchers."""

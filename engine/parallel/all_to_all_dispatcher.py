@@ -6,6 +6,7 @@ the same way. The key idea: counts vary freely, also down to no token at all, bu
 every call, because each is a collective. What comes back is in the compute dtype.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from engine.parallel.row_formats import (
     sort_by_expert,
     sum_per_token,
 )
+from engine.parallel.wait_recorder import WaitRecorder
+from runtime.rank_waits import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +64,14 @@ class AllToAllDispatcher:
 
     waits_for_counts = True
 
-    def __init__(self, rows: RowFormat[Any], ep_group: RankGroup) -> None:
-        """Take the form of rows, which knows this rank's experts, and the ranks."""
-        self._format, self._ep_group = rows, ep_group
+    def __init__(
+        self, rows: RowFormat[Any], ep_group: RankGroup, waits: WaitRecorder | None = None
+    ) -> None:
+        """Take the form of rows, which knows this rank's experts, and the ranks.
+
+        `waits` records who waits for whom; only of a CPU, where collectives stop the host.
+        """
+        self._format, self._ep_group, self._waits = rows, ep_group, waits
         self.takes_quantized = rows.takes_quantized
 
     def start_dispatch(
@@ -82,18 +90,36 @@ class AllToAllDispatcher:
         exchange = handle.exchange
         arrived_MD = expert_out_MD.index_select(0, handle.places_M)
         home = self._ep_group.start_all_to_all(arrived_MD, exchange.num_received, exchange.num_sent)
+        if self._waits is not None:
+            home = self._recorded(home, self._waits)
         return Then(home, lambda rows_MD: sum_per_token(rows_MD, exchange.sent, wait_for(own)))
+
+    def _recorded(self, home: Pending[Tensor], waits: WaitRecorder) -> Pending[Tensor]:
+        """Return the same rows; who waits for them records for whom."""
+        waits.announce()
+
+        def wait() -> Tensor:
+            with waits.waiting(Phase.COMBINE, is_announced=True):
+                return home.wait()
+
+        return Deferred(wait)
 
     def _dispatch(
         self, hidden: Activation, topk_ids_TK: Tensor, topk_weights_TK: Tensor
     ) -> tuple[Rows, AllToAllHandle]:
-        exchange = self._agree(topk_ids_TK, topk_weights_TK)
+        with self._waiting():
+            exchange = self._agree(topk_ids_TK, topk_weights_TK)
+        if self._waits is not None:
+            self._waits.received(sum(exchange.num_received))
         message = self._format.pack(hidden).index_select(0, exchange.sent.token_M)
         arrived = self._ep_group.all_to_all(message, exchange.num_sent, exchange.num_received)
         rows, places_M = self._format.sort(
             self._format.unpack(arrived, hidden), exchange.expert_M, exchange.num_rows_per_expert
         )
         return rows, AllToAllHandle(exchange=exchange, places_M=places_M)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._waits is None else self._waits.waiting(Phase.DISPATCH)
 
     def _agree(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Exchange:
         num_ranks, num_local = self._ep_group.size, self._format.share.num_local

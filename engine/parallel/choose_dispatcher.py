@@ -32,6 +32,7 @@ from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.row_formats import AlignedQuantized, ExpertShare, RowFormat, choose_row_format
 from engine.parallel.short_rows import ShortQuantized
 from engine.parallel.token_dispatcher import TokenDispatcher
+from engine.parallel.wait_recorder import WaitRecorder
 from engine.weights.expert_format import experts_are_quantized
 from runtime.errors import ConfigError
 from runtime.logging import fields
@@ -64,6 +65,7 @@ class RankExperts:
         num_physical_experts: slots of all ranks together; 0 for one per expert.
         scatter_tokens: whether each tp rank has its own rows of a step.
         max_masked_tokens: most tokens of a step whose rows are laid out masked; 0 for none.
+        waits: records who waits for whom; None for nobody.
     """
 
     config: DeepseekV3Config
@@ -73,6 +75,7 @@ class RankExperts:
     num_physical_experts: int = 0
     scatter_tokens: bool = False
     max_masked_tokens: int = 0
+    waits: WaitRecorder | None = None
 
     @property
     def num_slots(self) -> int:
@@ -197,7 +200,8 @@ def _by_collectives(experts: RankExperts) -> OpenDispatcher:
     if experts.scatter_tokens:
         dispatcher = GatheredDispatcher(rows, groups.tp_group)
     elif groups.dims.ep > 1 and groups.dims.tp == 1:
-        dispatcher = AllToAllDispatcher(rows, groups.ep_group)
+        waits = experts.waits if experts.device.type == "cpu" else None
+        dispatcher = AllToAllDispatcher(rows, groups.ep_group, waits)
     else:
         summed_over = groups.tp_group if groups.dims.ep == 1 else groups.ep_group
         dispatcher = LocalDispatcher(rows, summed_over)

@@ -270,6 +270,23 @@ def _open_store(rendezvous: str, dims: ParallelDims, patience: timedelta) -> Any
     )
 
 
+def open_side_group(groups: ProcessGroups, *, timeout_s: float) -> RankGroup:
+    """Return all ranks of an instance once more, for collectives on host memory beside the steps.
+
+    All ranks call, before steps run. One thread of each uses it.
+
+    Args:
+        groups: of the instance.
+        timeout_s: seconds for every collective.
+    """
+    dims = groups.dims
+    if dims.world_size == 1:
+        return RankGroup()
+    with _PeersAlive("opening a group beside the steps"):
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return RankGroup(rank=dims.rank, size=dims.world_size, _group=group)
+
+
 class _PeersAlive:
     """Turns the library's RuntimeError (peer closed, timed out) into ours."""
 

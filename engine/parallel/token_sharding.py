@@ -13,7 +13,7 @@ Legend: T tokens of the step, t rows of this rank, P = t x ranks padded tokens, 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +21,10 @@ from torch import Tensor
 from engine.formats.fp8_rows import Activation, Fp8Rows, packed_bytes
 from engine.parallel.groups import RankGroup
 from engine.parallel.pending import Pending, Ready, Then
+
+RowCount: TypeAlias = Tensor | int | None
+"""Rows of a rank that are no padding, its first ones: [1] int64 on the device, a number that the
+host knows, or None for all."""
 
 
 class TokenSharding(Protocol):
@@ -39,8 +43,13 @@ class TokenSharding(Protocol):
         """Return this rank's rows [t, ...] of what all ranks hold, zero padded."""
         ...
 
-    def count(self, num_rows: Tensor | None, num_tokens: int) -> Tensor | None:
-        """Return how many of this rank's rows [1] are no padding, if so many of all T are none."""
+    def count(self, num_rows: Tensor | None, num_tokens: int) -> RowCount:
+        """Return how many of this rank's rows are no padding, the first ones; None for all.
+
+        Args:
+            num_rows: [1] int64, so many of all T are none; None where all are.
+            num_tokens: T.
+        """
         ...
 
     def pad(self, x_T: Tensor) -> Tensor:
@@ -78,7 +87,7 @@ class ReplicatedTokens:
         """See `TokenSharding`."""
         return x_T
 
-    def count(self, num_rows: Tensor | None, num_tokens: int) -> Tensor | None:
+    def count(self, num_rows: Tensor | None, num_tokens: int) -> RowCount:
         """See `TokenSharding`."""
         return num_rows
 
@@ -117,12 +126,14 @@ class ScatteredTokens:
         share = rows_P.shape[0] // self.group.size
         return rows_P[share * self.group.rank : share * (self.group.rank + 1)]
 
-    def count(self, num_rows: Tensor | None, num_tokens: int) -> Tensor | None:
-        """See `TokenSharding`."""
-        if num_rows is None:
-            return None
+    def count(self, num_rows: Tensor | None, num_tokens: int) -> RowCount:
+        """See `TokenSharding`; where the host knows the number, the device is not asked."""
         share = -(-num_tokens // self.group.size)
-        return (num_rows - share * self.group.rank).clamp(0, share)
+        first = share * self.group.rank
+        if num_rows is not None:
+            return (num_rows - first).clamp(0, share)
+        own = min(max(num_tokens - first, 0), share)
+        return None if own == share else own
 
     def pad(self, x_T: Tensor) -> Tensor:
         """See `TokenSharding`."""

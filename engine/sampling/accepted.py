@@ -50,7 +50,8 @@ class PendingAccepted:
         accepted: on the device.
         token_ids: [L] int64 on the device, the last one of each request.
         all_host_ids: [L, R] int64 on the host, once the copies are here.
-        host_counts: [L] int64, the same.
+        host_counts: [2, L] int64, the same: how many of them count, and how many drafts of each
+            request the step verified.
         logprob_rows: the requests that want log-probabilities, ascending.
         logprobs: of all R rows of each of these; None if there are none.
     """
@@ -66,24 +67,43 @@ class PendingAccepted:
     def start(
         cls,
         accepted: AcceptedTokens,
+        num_verified: Tensor,
         logprob_rows: Sequence[int],
         logprobs: PendingLogprobs | None,
         copies: HostCopies,
     ) -> "PendingAccepted":
-        """Begin to copy; `copies` takes the log-probabilities too."""
+        """Begin to copy; `copies` takes the log-probabilities too.
+
+        Args:
+            accepted: the tokens.
+            num_verified: [L] int64 on the device, drafts of each request that the step verified.
+            logprob_rows: see the class.
+            logprobs: the same.
+            copies: of the step.
+        """
         return cls(
             accepted=accepted,
             token_ids=accepted.last_ids,
             all_host_ids=copies.add(accepted.token_ids),
-            host_counts=copies.add(accepted.counts),
+            host_counts=copies.add(torch.stack((accepted.counts, num_verified))),
             logprob_rows=logprob_rows,
             logprobs=logprobs,
         )
 
+    def token_lists(self) -> list[list[int]]:
+        """Return the ids of each request's tokens, once the copies are here."""
+        rows = zip(self.all_host_ids.tolist(), self.host_counts[0].tolist(), strict=True)
+        return [token_ids[:count] for token_ids, count in rows]
+
     @property
-    def host_ids(self) -> Tensor:
-        """[L] int64 on the host: the first token of each request, which every one has."""
-        return self.all_host_ids[:, 0]
+    def max_drafts(self) -> int:
+        """K of the step: how many drafts of a request it had rows for."""
+        return self.all_host_ids.shape[1] - 1
+
+    @property
+    def num_verified(self) -> list[int]:
+        """Drafts of each request that were verified, once the copies are here."""
+        return self.host_counts[1].tolist()
 
     def collect(self) -> list[tuple[SampledToken, ...]]:
         """Return the tokens of each request, once the copies are here."""
@@ -94,7 +114,7 @@ class PendingAccepted:
             for place, request in enumerate(self.logprob_rows)
             for row in range(num_rows)
         }
-        rows = zip(self.all_host_ids.tolist(), self.host_counts.tolist(), strict=True)
+        rows = zip(self.all_host_ids.tolist(), self.host_counts[0].tolist(), strict=True)
         return [
             tuple(
                 SampledToken(token_id, logprobs.get((request, row)))

@@ -40,6 +40,10 @@ class PendingSample:
     logprob_rows: Sequence[int]
     logprobs: PendingLogprobs | None
 
+    def token_lists(self) -> list[list[int]]:
+        """Return the id of each row's token, as steps with drafts do, once the copies are here."""
+        return [[token_id] for token_id in self.host_ids.tolist()]
+
     def collect(self) -> list[SampledToken]:
         """Return one token per row, once the copies are here."""
         found = self.logprobs.collect() if self.logprobs is not None else []

@@ -19,6 +19,7 @@ _RIGHTS = {
     "/metrics": Right.METRICS,
     "/targets": Right.METRICS,
     "/status": Right.OPERATIONS,
+    "/ranks": Right.OPERATIONS,
     f"{CONSOLE}/data": Right.OPERATIONS,
 }
 

@@ -29,6 +29,7 @@ from router.pool.view import PoolView
 from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.metrics import CONTENT_TYPE
+from runtime.rank_picture import describe
 from runtime.trace import TRACEPARENT, TRACESTATE, TraceContext, set_trace
 
 logger = get_logger(__name__)
@@ -102,6 +103,7 @@ class Operations:
             web.get("/metrics", self.metrics),
             web.get("/status", self.status),
             web.get("/targets", self.targets),
+            web.get("/ranks", self.ranks),
         ]
 
     async def health(self, request: web.Request) -> web.Response:
@@ -170,6 +172,11 @@ class Operations:
             if member.metrics_address
         ]
         return web.Response(body=orjson.dumps(groups), content_type="application/json")
+
+    async def ranks(self, request: web.Request) -> web.Response:
+        """Who waits for whom, and which ranks and links are slow, for ``tandem ranks``."""
+        pictures = [describe(picture) for picture in self._serving.ranks]
+        return web.Response(body=orjson.dumps(pictures), content_type="application/json")
 
     def _worker(self, member: Member, pool: PoolView) -> dict[str, object]:
         load = pool.reported_load(member.key)

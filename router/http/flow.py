@@ -26,7 +26,6 @@ class TextFlow:
         "_deliveries",
         "_index",
         "_last_delivery",
-        "_outlet",
         "_send",
     )
 
@@ -42,7 +41,6 @@ class TextFlow:
         self._choice_text = choice.text
         self._index = choice.index
         self._around = event.around_text
-        self._outlet = outlet
         self._connection = outlet.connection
         self._send = outlet.connection.outbox.add
         self._deliveries = deliveries
@@ -50,34 +48,30 @@ class TextFlow:
 
     def take(self, token_id: int, now: float) -> bool:
         """Send one token, which comes ``now``; whether that was possible."""
-        text = self._choice_text
-        pieces = text.json_pieces
+        pieces = self._choice_text.json_pieces
         if pieces is None or not self._connection.has_room:
             return False
         said = pieces[token_id]
         if said is None:
             return False
-        text.num_tokens += 1
-        last_delivery, index = self._last_delivery, self._index
-        self._deliveries.add(1, now - last_delivery[index])
-        last_delivery[index] = now
-        before, after = self._around
-        self._send(self._connection, before + said + after)
+        self._say(said, 1, now)
         return True
 
     def take_all(self, token_ids: Sequence[int], now: float) -> bool:
         """Send several that came together, as one event; whether that was possible."""
-        text = self._choice_text
-        pieces = text.json_pieces
+        pieces = self._choice_text.json_pieces
         if pieces is None or not self._connection.has_room:
             return False
         said = [part for token_id in token_ids if (part := pieces[token_id]) is not None]
         if len(said) < len(token_ids):
             return False
-        text.num_tokens += len(said)
+        self._say(b"".join(said), len(said), now)
+        return True
+
+    def _say(self, said: bytes, num_tokens: int, now: float) -> None:
+        self._choice_text.num_tokens += num_tokens
         last_delivery, index = self._last_delivery, self._index
-        self._deliveries.add(len(said), now - last_delivery[index])
+        self._deliveries.add(num_tokens, now - last_delivery[index])
         last_delivery[index] = now
         before, after = self._around
-        self._send(self._connection, before + b"".join(said) + after)
-        return True
+        self._send(self._connection, before + said + after)

@@ -213,7 +213,21 @@ class GenerateText:
         if finish_reason is not None:
             payload["output_ids"] = self._ids[choice.index]
             meta["e2e_latency"] = round(timings.last_token - timings.received, 6)
+            meta |= _drafts(choice)
         return payload
+
+
+def _drafts(choice: Choice) -> Json:
+    """What became of a choice's drafts; nothing where no step had any."""
+    drafts = choice.generation.drafts
+    if not drafts.num_verifications:
+        return {}
+    return {
+        "spec_verify_ct": drafts.num_verifications,
+        "spec_draft_token_num": drafts.num_verified,
+        "spec_accept_token_num": drafts.num_accepted,
+        "spec_accept_length": round(drafts.accept_length, 4),
+    }
 
 
 def _finish(choice: Choice, finish_reason: str | None) -> Json | None:

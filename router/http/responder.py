@@ -124,6 +124,7 @@ class Responder:
             try:
                 data = self._absorb(mailbox.take_now())
                 if not self._num_open or self._error is not None:
+                    self._close_flows()  # another choice's next token would overtake `data`
                     last.set_result(data if outlet is None else outlet.take_back() + data)
                 elif outlet is not None and data:
                     outlet.write(data)
@@ -140,8 +141,7 @@ class Responder:
             return await last
         finally:
             mailbox.listen(None)
-            for choice in self._info.choices:
-                choice.generation.flow = None
+            self._close_flows()
             if outlet is not None:
                 outlet.close()
 
@@ -155,6 +155,10 @@ class Responder:
                 choice.generation.flow = TextFlow(
                     choice, event, outlet, self._deliveries, self._last_delivery
                 )
+
+    def _close_flows(self) -> None:
+        for choice in self._info.choices:
+            choice.generation.flow = None
 
     def _raise_failure(self) -> None:
         if self._error is not None:
@@ -197,7 +201,11 @@ class Responder:
                 interval_s = now - self._last_delivery[choice.index]
                 self._deliveries.add(len(output.token_ids), interval_s)
             self._last_delivery[choice.index] = now
+            num_before = choice.text.num_tokens
             piece = choice.text.feed(output.token_ids, output.logprobs, output.finish_reason)
+            if output.num_drafts:  # what stands behind a stop string is no output
+                num_taken = choice.text.num_tokens - num_before
+                choice.generation.drafts.add(output.num_drafts, num_taken - 1)
             if piece is None:
                 continue
             parts.append(self._form.piece(choice, piece))

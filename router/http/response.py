@@ -14,6 +14,7 @@ import orjson
 
 from router.http.routing_headers import ROUTING_HEADER
 from router.http.sse import TextEvent, event
+from router.requests.drafts import DraftCounts
 from router.requests.generation import Generation
 from router.text.output import ChoiceText, Piece
 from router.text.reasoning import Start
@@ -96,6 +97,7 @@ class ResponseInfo:
         firsts = self.choices[:: self.choices_per_prompt]
         prompt_tokens = sum(len(choice.prompt.token_ids) for choice in firsts)
         completion_tokens = sum(choice.text.num_tokens for choice in self.choices)
+        drafts = self.drafts()
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -104,9 +106,20 @@ class ResponseInfo:
                 "cached_tokens": sum(choice.generation.num_cached_tokens for choice in firsts)
             },
             "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.text.num_reasoning_tokens for choice in self.choices)
+                "accepted_prediction_tokens": drafts.num_accepted,
+                "reasoning_tokens": sum(
+                    choice.text.num_reasoning_tokens for choice in self.choices
+                ),
+                "rejected_prediction_tokens": drafts.num_rejected,
             },
         }
+
+    def drafts(self) -> DraftCounts:
+        """Of all choices so far."""
+        counts = DraftCounts()
+        for choice in self.choices:
+            counts += choice.generation.drafts
+        return counts
 
     def routing(self) -> Mapping[str, str]:
         """A header that says why the first choice has its pair, where asked for and known."""
@@ -116,8 +129,12 @@ class ResponseInfo:
         return {ROUTING_HEADER: orjson.dumps(why).decode()}
 
     def timings(self) -> dict[str, float]:
-        """Seconds by stage, of the first choice."""
-        return self.choices[0].generation.timings.split()
+        """Seconds by stage, of the first choice; with drafts what a step gave it."""
+        generation = self.choices[0].generation
+        drafts, split = generation.drafts, generation.timings.split()
+        if not drafts.num_verifications:
+            return split
+        return {**split, "accept_length": round(drafts.accept_length, 4)}
 
     @property
     def plain_text_only(self) -> bool:

@@ -28,6 +28,7 @@ from router.text.lanes import Lanes
 from runtime.config import RouterSection, TracingSection
 from runtime.errors import ConfigError
 from runtime.net import Credentials
+from runtime.rank_picture import RankPicture
 from runtime.spans import open_spans
 from runtime.tiers import Tiers
 
@@ -70,7 +71,7 @@ class HttpServer:
         self._load_lines = LoadLines(lambda: Totals.of(self.metrics.registry.collect()), loop.time)
         ledger = ledger or KeyLedger(loop.time)
         self._gate = _gate_of(section, keys, ledger, self.metrics, credentials, tiers=tiers)
-        serving = Serving(
+        self._serving = serving = Serving(
             section=section,
             backends=self.backends,
             lanes=self._lanes,
@@ -101,6 +102,11 @@ class HttpServer:
             self._pool_version = self.backends.version
             self._journal.observe(members, departures)
         self.metrics.set_workers(members)
+
+    def update_ranks(self, pictures: Sequence[RankPicture]) -> None:
+        """What was made of the waits of ranks for one another."""
+        self._serving.ranks = pictures
+        self.metrics.ranks.set_pictures(pictures)
 
     async def start(self, listener: socket.socket) -> None:
         """Serve on ``listener``, which is bound; this process owns it from now on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +15,7 @@ from router.metrics import RouterMetrics
 from router.recent import Recent
 from router.text.lanes import Lanes
 from runtime.config import RouterSection
+from runtime.rank_picture import RankPicture
 from runtime.spans import Spans
 from runtime.tiers import Tiers
 
@@ -22,7 +23,7 @@ MODEL_KEY: web.RequestKey[str] = web.RequestKey("model", str)
 """The name of the model, once it is known."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Serving:
     """What handlers work with; one per router process."""
 
@@ -37,6 +38,8 @@ class Serving:
     """None: requests are not traced."""
     sample_ratio: float = 0.0
     finished: FinishedRequests = field(default_factory=FinishedRequests)
+    ranks: Sequence[RankPicture] = ()
+    """Of instances of several ranks, as last heard: the one thing here that changes."""
 
 
 def backend_for(serving: Serving, request: web.Request, name: str | None) -> Backend:

@@ -52,6 +52,20 @@ class WorkerKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTotals:
+    """Drafts of a decode rank's life so far."""
+
+    num_verifications: int = 0
+    """Requests of steps that had drafts verified."""
+    verified: tuple[int, ...] = ()
+    """Drafts by position behind the last token, from the first on."""
+    accepted: tuple[int, ...] = ()
+    """Those that became output, likewise."""
+    budget: int = 0
+    """Of the latest step: drafts of each request that it had room for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
     """What a worker says of itself at each renewal."""
 
@@ -81,6 +95,8 @@ class WorkerLoad:
     """Of this life, that ended by themselves in decode."""
     received_s: tuple[tuple[str, float], ...] = ()
     """Seconds in which the bytes of ``received`` were on their way, by the same endpoints."""
+    drafts: DraftTotals | None = None
+    """Of a decode rank whose steps have had some."""
 
     @property
     def num_requests(self) -> int:
@@ -155,6 +171,25 @@ def load_from_proto(message: registry_pb2.WorkerLoad) -> WorkerLoad:
         busy_s=message.busy_s,
         num_requests_done=message.num_requests_done,
         received_s=tuple((item.peer, item.seconds) for item in message.received),
+        drafts=_drafts_from_proto(message.drafts) if message.HasField("drafts") else None,
+    )
+
+
+def _drafts_from_proto(message: registry_pb2.DraftCounts) -> DraftTotals:
+    return DraftTotals(
+        num_verifications=message.num_verifications,
+        verified=tuple(message.verified),
+        accepted=tuple(message.accepted),
+        budget=message.budget,
+    )
+
+
+def _drafts_to_proto(drafts: DraftTotals) -> registry_pb2.DraftCounts:
+    return registry_pb2.DraftCounts(
+        num_verifications=drafts.num_verifications,
+        verified=drafts.verified,
+        accepted=drafts.accepted,
+        budget=drafts.budget,
     )
 
 
@@ -239,6 +274,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             clock_s=load.clock_s,
             busy_s=load.busy_s,
             num_requests_done=load.num_requests_done,
+            drafts=None if load.drafts is None else _drafts_to_proto(load.drafts),
         ),
     )
 

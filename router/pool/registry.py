@@ -121,6 +121,11 @@ class Registry:
             self._version += 1
         return True
 
+    def member_of(self, lease_id: str) -> Member | None:
+        """Whose lease it is; None where it is unknown."""
+        lease = self._leases.get(lease_id)
+        return None if lease is None else lease.member
+
     def deregister(self, lease_id: str) -> WorkerKey | None:
         """End a lease; None where it is unknown."""
         lease = self._leases.pop(lease_id, None)

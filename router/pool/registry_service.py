@@ -15,11 +15,13 @@ from router.pool.members import (
     member_from_proto,
     member_to_proto,
 )
+from router.pool.rank_watch import RankWatch
 from router.pool.registry import Registry, SupersededError
 from runtime.errors import InvalidRequestError, TandemError
 from runtime.logging import get_logger
 from runtime.net import Credentials
 from runtime.pb import registry_pb2, registry_pb2_grpc
+from runtime.rank_picture import RankPicture, picture_from_proto, picture_to_proto
 from runtime.rpc import map_rpc_errors, open_channel
 from runtime.wire import error_to_proto
 
@@ -29,17 +31,26 @@ MIN_SNAPSHOT_INTERVAL_S = 0.05
 RETRY_S = 0.5
 
 PoolListener = Callable[[Sequence[Member], Sequence[Departure]], None]
+RanksListener = Callable[[Sequence[RankPicture]], None]
 
 
 class RegistryService(registry_pb2_grpc.RegistryServicer):
     """Serves ``Registry``; tells its listener and other processes' watchers of each change."""
 
-    def __init__(self, registry: Registry, listener: PoolListener | None = None) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        listener: PoolListener | None = None,
+        *,
+        watch: RankWatch | None = None,
+        on_ranks: RanksListener = lambda pictures: None,
+    ) -> None:
         """``listener`` is called on the event loop after each change, with the whole pool and the
-        last workers that went.
+        last workers that went; ``on_ranks`` with what ``watch`` makes of their waits.
         """
         self._registry = registry
-        self._listener = listener
+        self._listener, self._on_ranks = listener, on_ranks
+        self._watch = watch or RankWatch(asyncio.get_running_loop().time)
         self._changed: set[asyncio.Event] = set()
         self._announced = registry.version
         self._closed = False
@@ -74,6 +85,9 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         known = self._registry.renew(
             request.lease_id, load, draining=request.draining, num_routers=request.num_routers
         )
+        member = self._registry.member_of(request.lease_id)
+        if member is not None:
+            self._watch.heard(member.key, member.num_ranks, request.load.waits)
         self.announce()
         return registry_pb2.RenewResponse(known=known)
 
@@ -98,8 +112,12 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
                 changed.clear()
                 members = [member_to_proto(member) for member in self._registry.members()]
                 gone = [departure_to_proto(gone) for gone in self._registry.departures()]
-                version = self._registry.version
-                yield registry_pb2.PoolSnapshot(version=version, members=members, departures=gone)
+                yield registry_pb2.PoolSnapshot(
+                    version=self._registry.version,
+                    members=members,
+                    departures=gone,
+                    ranks=[picture_to_proto(picture) for picture in self._pictures()],
+                )
                 await changed.wait()
                 await asyncio.sleep(MIN_SNAPSHOT_INTERVAL_S)
         finally:
@@ -133,12 +151,21 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         self._announced = self._registry.version
         if self._listener is not None:
             self._listener(self._registry.members(), self._registry.departures())
+            self._on_ranks(self._pictures())
         for changed in self._changed:
             changed.set()
 
+    def _pictures(self) -> list[RankPicture]:
+        lives = {member.key.life for member in self._registry.members()}
+        return self._watch.pictures(lives)
+
 
 async def watch_forever(
-    control_address: str, credentials: Credentials, watcher: str, listener: PoolListener
+    control_address: str,
+    credentials: Credentials,
+    watcher: str,
+    listener: PoolListener,
+    on_ranks: RanksListener = lambda pictures: None,
 ) -> None:
     """Follow the registry of another process; runs until cancelled.
 
@@ -151,4 +178,5 @@ async def watch_forever(
                 async for snapshot in stub.Watch(registry_pb2.WatchRequest(watcher=watcher)):
                     members = [member_from_proto(m.worker, m.load) for m in snapshot.members]
                     listener(members, [departure_from_proto(gone) for gone in snapshot.departures])
+                    on_ranks([picture_from_proto(picture) for picture in snapshot.ranks])
             await asyncio.sleep(RETRY_S)

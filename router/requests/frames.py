@@ -46,8 +46,10 @@ class TokenSink(Protocol):
     def on_token(self, index: int, token_id: int, now: float) -> None:
         """One token and nothing else, at ``now``; otherwise as ``on_delta``."""
 
-    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
-        """The same of several."""
+    def on_tokens(
+        self, start_index: int, token_ids: list[int], now: float, num_drafts: int
+    ) -> None:
+        """The same of several, of a step that verified ``num_drafts``."""
 
     def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
         """News of this request, in order; after a broken stream some of it for the second time."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from router.pool.members import WorkerKey
+from router.requests.drafts import DraftCounts
 from runtime.errors import TandemError
 from runtime.pb import common_pb2, prefill_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
@@ -34,6 +35,8 @@ class Output:
     error: TandemError | None = None
     first: prefill_pb2.FirstToken | None = None
     """With the first token: prompt logprobs and cached tokens."""
+    num_drafts: int = 0
+    """That the step of these tokens verified."""
 
 
 MAX_MAILBOX_BYTES = 16 * 2**20
@@ -274,6 +277,8 @@ class Generation:
         self.worker_request_id = request_id
         """By which the workers of the latest attempt know it."""
         self.num_cached_tokens = 0
+        self.drafts = DraftCounts()
+        """Of all attempts. Who reads the mailbox adds what its outputs say."""
         self.output_token_ids: list[int] = []
         """Handed over so far, in order."""
         self.flow: Flow | None = None
@@ -347,11 +352,13 @@ class Generation:
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         finish: FinishReason | None,
+        num_drafts: int = 0,
     ) -> None:
-        """The tokens that follow, or the end alone."""
+        """The tokens that follow, of a step that verified ``num_drafts``, or the end alone."""
         self.timings.last_token = self._loop.time()
         self.output_token_ids += token_ids
-        self._mailbox.put(Output(self.index, token_ids, logprobs, finish))
+        output = Output(self.index, token_ids, logprobs, finish, num_drafts=num_drafts)
+        self._mailbox.put(output)
 
     def hand_over_token(self, token_id: int, now: float) -> None:
         """The one that follows, at ``now`` of the event loop's clock, and nothing else."""
@@ -362,11 +369,13 @@ class Generation:
             return
         self._mailbox.put(Output(self.index, (token_id,)))
 
-    def hand_over_tokens(self, token_ids: Sequence[int], now: float) -> None:
-        """The same of several that came together."""
+    def hand_over_tokens(self, token_ids: Sequence[int], now: float, num_drafts: int) -> None:
+        """The same of several that came together, of a step that verified ``num_drafts``."""
         self.timings.last_token = now
         self.output_token_ids += token_ids
         flow = self.flow
         if flow is not None and self._mailbox.is_empty and flow.take_all(token_ids, now):
+            if num_drafts:
+                self.drafts.add(num_drafts, len(token_ids) - 1)
             return
-        self._mailbox.put(Output(self.index, token_ids))
+        self._mailbox.put(Output(self.index, token_ids, num_drafts=num_drafts))

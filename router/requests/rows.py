@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Protocol
 
 from runtime.errors import InternalError
@@ -15,8 +16,10 @@ class RowSink(Protocol):
     def on_token(self, index: int, token_id: int, now: float) -> None:
         """One output token, at ``now`` of the event loop's clock, and nothing else."""
 
-    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
-        """The same of several."""
+    def on_tokens(
+        self, start_index: int, token_ids: list[int], now: float, num_drafts: int
+    ) -> None:
+        """The same of several, of a step that verified ``num_drafts``."""
 
 
 class RowSinks:
@@ -54,18 +57,18 @@ class RowSinks:
         """
         # Lists: every use of protobuf's own containers costs more than a token's text.
         row_ids, indexes, token_ids = rows.row_ids[:], rows.start_indexes[:], rows.token_ids[:]
-        num_tokens = rows.num_tokens[:]
+        num_tokens, num_drafts = rows.num_tokens[:], rows.num_drafts[:]
         in_all = sum(num_tokens) if num_tokens else len(row_ids)
-        if (
-            not len(row_ids) == len(indexes) == len(num_tokens or row_ids)
-            or len(token_ids) != in_all
-        ):
+        lengths = len(row_ids), len(indexes), len(num_tokens or row_ids), len(num_drafts or row_ids)
+        if len(set(lengths)) > 1 or len(token_ids) != in_all:
             raise InternalError(
                 f"decode sent rows whose columns do not fit together: {len(row_ids)} ids, "
-                f"{len(indexes)} indexes, {len(num_tokens)} lengths, {len(token_ids)} tokens"
+                f"{len(indexes)} indexes, {len(num_tokens)} lengths, {len(num_drafts)} numbers of "
+                f"drafts, {len(token_ids)} tokens"
             )
-        if num_tokens:
-            self._deliver_many(zip(row_ids, indexes, num_tokens, strict=True), token_ids)
+        if num_tokens or num_drafts:
+            counts = num_tokens or repeat(1, len(row_ids)), num_drafts or repeat(0, len(row_ids))
+            self._deliver_many(zip(row_ids, indexes, *counts, strict=True), token_ids)
             return
         sinks, now = self._sinks, self._clock()
         for row_id, index, token_id in zip(row_ids, indexes, token_ids, strict=True):
@@ -77,16 +80,18 @@ class RowSinks:
             except Exception as error:  # of this request alone
                 self._fail(row_id, error)
 
-    def _deliver_many(self, rows: Iterable[tuple[int, int, int]], token_ids: list[int]) -> None:
-        """Rows of (id, index of the first token, number of tokens), some of them of several."""
+    def _deliver_many(
+        self, rows: Iterable[tuple[int, int, int, int]], token_ids: list[int]
+    ) -> None:
+        """Rows of (id, index of the first token, number of tokens, of drafts)."""
         end, now = 0, self._clock()
-        for row_id, index, num_tokens in rows:
+        for row_id, index, num_tokens, num_drafts in rows:
             begin, end = end, end + num_tokens
             sink = self._sinks.get(row_id)
             if sink is None:
                 continue
             try:
-                sink.on_tokens(index, token_ids[begin:end], now)
+                sink.on_tokens(index, token_ids[begin:end], now, num_drafts)
             except Exception as error:  # of this request alone
                 self._fail(row_id, error)
 

@@ -106,7 +106,9 @@ class AttemptSink:
         else:
             self.on_delta(decode_pb2.TokenDelta(start_index=index, token_ids=[token_id]))
 
-    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
+    def on_tokens(
+        self, start_index: int, token_ids: list[int], now: float, num_drafts: int
+    ) -> None:
         """Tokens and nothing else, from decode."""
         generation = self._generation
         if (
@@ -115,9 +117,13 @@ class AttemptSink:
             and start_index == len(generation.output_token_ids)
             and not self._ended.done()
         ):
-            generation.hand_over_tokens(token_ids, now)
+            generation.hand_over_tokens(token_ids, now, num_drafts)
         else:
-            self.on_delta(decode_pb2.TokenDelta(start_index=start_index, token_ids=token_ids))
+            self.on_delta(
+                decode_pb2.TokenDelta(
+                    start_index=start_index, token_ids=token_ids, num_drafts=num_drafts
+                )
+            )
 
     def on_delta(self, delta: decode_pb2.TokenDelta) -> None:
         """Tokens or the end, from decode."""
@@ -162,13 +168,15 @@ class AttemptSink:
             )
             return
         self._is_flowing = True
-        if not num_known and len(token_ids) == 1 and finish is None and not logprobs:
+        num_drafts = delta.num_drafts
+        is_plain = not (num_known or num_drafts or logprobs)
+        if is_plain and len(token_ids) == 1 and finish is None:
             generation.hand_over_token(token_ids[0], self._loop.time())
             return
-        if num_known:
-            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        if num_known:  # some of it is here for the second time, and its drafts are counted
+            token_ids, logprobs, num_drafts = token_ids[num_known:], logprobs[num_known:], 0
         if token_ids or finish is not None:
-            generation.hand_over(token_ids, logprobs, finish)
+            generation.hand_over(token_ids, logprobs, finish, num_drafts)
             self._end_if(finish)
 
     def _end_if(self, finish: FinishReason | None) -> None:

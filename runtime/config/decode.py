@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.checks import at_least, at_most, one_of
-from runtime.config.worker_checks import check_worker, max_ahead_of
+from runtime.config.worker_checks import check_rebalance, check_worker, max_ahead_of
+from runtime.errors import ConfigError
 
 _PLACES_PER_RUNNING = 4
 MAX_DRAFTS = 3
@@ -47,16 +48,35 @@ class DecodeSection:
     with "cuda")."""
     num_redundant_experts: int = 0
     """Slots for second copies of experts, of all ranks together."""
+    rebalance_experts: str = "off"
+    """Move experts between ranks while requests are decoded, by what they get: "on" or "off"
+    (docs/experts.md)."""
+    rebalance_interval_steps: int = 3000
+    """Steps of a group from one plan to the next, by the load of as many steps."""
+    rebalance_objective: str = "time"
+    """What a plan has to better for experts to move: "time", modelled, of a step, in which rows
+    may cost nothing, or "rows" of the slowest ranks, whatever they are worth."""
+    rebalance_min_gain: float = 0.02
+    """Share by which steps, or with "rows" the slowest ranks, must become faster by the plan for
+    experts to move."""
+    expert_load: str = ""
+    """A recording of what the experts of decode get (``tandem experts record``), by which they are
+    placed at the start; the same file on all hosts. Empty: in order."""
     dispatcher: str = "auto"
     """How tokens travel to experts on GPUs: "nvlink" (stores into the memory of up to 8 GPUs of one
     host), "deep-ep", "gathered", or "auto" (by what runs, and by measurements)."""
     max_tokens_per_rank: int = 128
     """Most tokens that a GPU rank sends to experts in a step; sizes the buffers of all ranks."""
-    num_speculative_tokens: int = 0
+    num_speculative_tokens: int | str = 0
     """Tokens that the checkpoint's layer for multi-token prediction drafts for each request and
     step, 0 to 3, which the next step verifies: the text is the same, the steps are fewer. Each
-    counts as a token of ``max_tokens_per_rank``. 0: none, and the layer is not loaded. The same in
-    the configurations of all workers that pair."""
+    counts as a token of ``max_tokens_per_rank``. "auto": before every step as many as the most
+    tokens per second are expected of, none included, and as there is room for. 0: none, and the
+    layer is not loaded. Either 0 or not in the configurations of all workers that pair."""
+    record_waits: str = "auto"
+    """Record how long the ranks of an instance wait for one another, and tell the router, which
+    finds slow ranks and links: "on", "off", or "auto" (on). Exchanges of a GPU's own are not
+    recorded, so there only slow hosts are found."""
     device_memory_gib: float = 0.0
     """Memory of one GPU, to check before the start that a rank fits; 0: not checked."""
     step_timeout_s: float = 30.0
@@ -93,17 +113,32 @@ class DecodeSection:
         """Whether to try to capture steps."""
         return self.device == "cuda" and self.cuda_graphs != "off"
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether steps may verify drafts: both roles load the layer that makes them."""
+        return self.num_speculative_tokens != 0
+
     def __post_init__(self) -> None:
         check_worker("decode", self)
         one_of("decode.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
         one_of("decode.dependent_launches", self.dependent_launches, ("auto", "on", "off"))
+        one_of("decode.record_waits", self.record_waits, ("auto", "on", "off"))
         one_of("decode.dispatcher", self.dispatcher, ("auto", "nvlink", "deep-ep", "gathered"))
         at_least("decode.dp", self.dp, 1)
         at_least("decode.ranks_per_host", self.ranks_per_host, 1)
         at_least("decode.max_num_reserved", self.max_num_reserved, 0)
         at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)
         at_least("decode.num_redundant_experts", self.num_redundant_experts, 0)
+        check_rebalance("decode", self)
         at_least("decode.max_tokens_per_rank", self.max_tokens_per_rank, 1)
-        at_least("decode.num_speculative_tokens", self.num_speculative_tokens, 0)
-        at_most("decode.num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
+        self._check_drafts()
         at_least("decode.device_memory_gib", self.device_memory_gib, 0.0)
+
+    def _check_drafts(self) -> None:
+        path, asked = "decode.num_speculative_tokens", self.num_speculative_tokens
+        if isinstance(asked, int):
+            at_least(path, asked, 0)
+            at_most(path, asked, MAX_DRAFTS)
+        elif asked != "auto":
+            problem = "is neither a number of drafts nor auto"
+            raise ConfigError(path, asked, problem, f'"auto", or 0 to {MAX_DRAFTS}')

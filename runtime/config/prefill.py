@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.checks import at_least, one_of
-from runtime.config.worker_checks import check_worker, max_ahead_of
+from runtime.config.worker_checks import check_rebalance, check_worker, max_ahead_of
 from runtime.errors import ConfigError
 
 
@@ -24,6 +24,22 @@ class PrefillSection:
     device: str = "cpu"
     num_threads: int = 1
     """Compute threads of one rank on a CPU."""
+    num_redundant_experts: int = 0
+    """Slots for second copies of experts, of all ranks together."""
+    rebalance_experts: str = "off"
+    """Move experts between ranks while prompts are computed, by what they get: "on" or "off"
+    (docs/experts.md)."""
+    rebalance_interval_steps: int = 200
+    """Steps of a group from one plan to the next, by the load of as many steps."""
+    rebalance_objective: str = "time"
+    """What a plan has to better for experts to move: "time", modelled, of a step, or "rows" of the
+    slowest ranks."""
+    rebalance_min_gain: float = 0.02
+    """Share by which steps, or with "rows" the slowest ranks, must become faster by the plan for
+    experts to move."""
+    expert_load: str = ""
+    """A recording of what the experts of prefill get (``tandem experts record``), by which they are
+    placed at the start; the same file on all hosts. Empty: in order."""
     max_num_seqs: int = 16
     """Most requests of one step."""
     max_num_batched_tokens: int = 1024
@@ -66,6 +82,11 @@ class PrefillSection:
         return self.tp * self.dp
 
     @property
+    def ranks_per_host(self) -> int:
+        """Ranks of one instance on one host: all of them."""
+        return self.num_ranks
+
+    @property
     def num_endpoints(self) -> int:
         """Ranks of one instance that take requests: with ``tp`` the first one does for all."""
         return self.dp
@@ -89,6 +110,7 @@ class PrefillSection:
         check_worker("prefill", self)
         at_least("prefill.tp", self.tp, 1)
         at_least("prefill.dp", self.dp, 1)
+        at_least("prefill.num_redundant_experts", self.num_redundant_experts, 0)
         if self.tp > 1 and self.dp > 1:
             fix = "1, or prefill.tp = 1: one of them says how many ranks there are"
             raise ConfigError("prefill.dp", self.dp, f"prefill.tp is {self.tp}", fix)
@@ -97,9 +119,11 @@ class PrefillSection:
             fix = "true, or prefill.dp = 1 and more prefill.instances"
             raise ConfigError("prefill.expert_parallel", False, problem, fix)
         at_least("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
+        check_rebalance("prefill", self)
         one_of("prefill.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
         self._check_masked()
         self._check_exchange()
+        self._check_experts()
 
     def _check_masked(self) -> None:
         path, asked = "prefill.max_masked_tokens", self.max_masked_tokens
@@ -111,6 +135,18 @@ class PrefillSection:
         if asked not in ("auto", 0) and self.dp > 1:
             problem = "rows come to experts one by one with prefill.dp"
             raise ConfigError(path, asked, problem, '"auto" or 0')
+
+    def _check_experts(self) -> None:
+        if self.expert_parallel:
+            return
+        problem, fix = "every rank has a slice of all experts", "prefill.expert_parallel = true"
+        if self.num_redundant_experts:
+            path, count = "prefill.num_redundant_experts", self.num_redundant_experts
+            raise ConfigError(path, count, problem, f"0, or {fix}")
+        if self.rebalance_experts == "on":
+            raise ConfigError("prefill.rebalance_experts", "on", problem, f'"off", or {fix}')
+        if self.expert_load:
+            raise ConfigError("prefill.expert_load", self.expert_load, problem, f'"", or {fix}')
 
     def _check_exchange(self) -> None:
         """Refuse what the ranks cannot do, rather than leave it out in silence."""

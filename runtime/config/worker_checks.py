@@ -75,6 +75,38 @@ def check_worker(role: str, section: WorkerSection) -> None:
     one_of(f"{role}.overlap_steps", section.overlap_steps, ("auto", "on", "off"))
 
 
+class RebalancedSection(Protocol):
+    """The fields that say whether experts move."""
+
+    @property
+    def rebalance_experts(self) -> str:
+        """As both sections say."""
+        ...
+
+    @property
+    def rebalance_interval_steps(self) -> int:
+        """As both sections say."""
+        ...
+
+    @property
+    def rebalance_objective(self) -> str:
+        """As both sections say."""
+        ...
+
+    @property
+    def rebalance_min_gain(self) -> float:
+        """As both sections say."""
+        ...
+
+
+def check_rebalance(role: str, section: RebalancedSection) -> None:
+    """Raise ConfigError for a field of what moves experts that cannot be."""
+    one_of(f"{role}.rebalance_experts", section.rebalance_experts, ("on", "off"))
+    one_of(f"{role}.rebalance_objective", section.rebalance_objective, ("time", "rows"))
+    at_least(f"{role}.rebalance_interval_steps", section.rebalance_interval_steps, 1)
+    at_least(f"{role}.rebalance_min_gain", section.rebalance_min_gain, 0.0)
+
+
 def _check_memory(role: str, section: WorkerSection) -> None:
     path, fraction = f"{role}.gpu_memory_fraction", section.gpu_memory_fraction
     if not 0.0 < fraction <= 1.0:

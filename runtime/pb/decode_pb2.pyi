@@ -249,19 +249,21 @@ class Frame(_message.Message):
     def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., load: _Optional[_Union[_registry_pb2.WorkerLoad, _Mapping]] = ..., rows: _Optional[_Union[TokenRows, _Mapping]] = ...) -> None: ...
 
 class TokenRows(_message.Message):
-    __slots__ = ("row_ids", "start_indexes", "num_tokens", "token_ids")
+    __slots__ = ("row_ids", "start_indexes", "num_tokens", "token_ids", "num_drafts")
     ROW_IDS_FIELD_NUMBER: _ClassVar[int]
     START_INDEXES_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     row_ids: _containers.RepeatedScalarFieldContainer[int]
     start_indexes: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, row_ids: _Optional[_Iterable[int]] = ..., start_indexes: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_drafts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, row_ids: _Optional[_Iterable[int]] = ..., start_indexes: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_drafts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
-    __slots__ = ("request_id", "start_index", "token_ids", "logprobs", "finish_reason", "error", "timings", "num_cached_tokens")
+    __slots__ = ("request_id", "start_index", "token_ids", "logprobs", "finish_reason", "error", "timings", "num_cached_tokens", "num_drafts")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     START_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +272,7 @@ class TokenDelta(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     start_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -278,4 +281,5 @@ class TokenDelta(_message.Message):
     error: _common_pb2.Error
     timings: _common_pb2.Timings
     num_cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., start_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+    num_drafts: int
+    def __init__(self, request_id: _Optional[str] = ..., start_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ..., num_drafts: _Optional[int] = ...) -> None: ...

@@ -58,7 +58,7 @@ class WorkerRecord(_message.Message):
     def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ..., num_routers: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence", "num_requests_blocked", "num_tokens_done", "num_steps_done", "received", "clock_s", "busy_s", "num_requests_done", "tokens_by_tier")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence", "num_requests_blocked", "num_tokens_done", "num_steps_done", "received", "clock_s", "busy_s", "num_requests_done", "tokens_by_tier", "drafts", "waits")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,8 @@ class WorkerLoad(_message.Message):
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_DONE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_BY_TIER_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     num_tokens_waiting: int
@@ -89,7 +91,78 @@ class WorkerLoad(_message.Message):
     busy_s: float
     num_requests_done: int
     tokens_by_tier: _containers.RepeatedCompositeFieldContainer[TierTokens]
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ..., num_requests_blocked: _Optional[int] = ..., num_tokens_done: _Optional[int] = ..., num_steps_done: _Optional[int] = ..., received: _Optional[_Iterable[_Union[PeerBytes, _Mapping]]] = ..., clock_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., num_requests_done: _Optional[int] = ..., tokens_by_tier: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ...) -> None: ...
+    drafts: DraftCounts
+    waits: _containers.RepeatedCompositeFieldContainer[RankBlock]
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_tokens_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_quarantined_blocks: _Optional[int] = ..., sequence: _Optional[int] = ..., num_requests_blocked: _Optional[int] = ..., num_tokens_done: _Optional[int] = ..., num_steps_done: _Optional[int] = ..., received: _Optional[_Iterable[_Union[PeerBytes, _Mapping]]] = ..., clock_s: _Optional[float] = ..., busy_s: _Optional[float] = ..., num_requests_done: _Optional[int] = ..., tokens_by_tier: _Optional[_Iterable[_Union[TierTokens, _Mapping]]] = ..., drafts: _Optional[_Union[DraftCounts, _Mapping]] = ..., waits: _Optional[_Iterable[_Union[RankBlock, _Mapping]]] = ...) -> None: ...
+
+class DraftCounts(_message.Message):
+    __slots__ = ("num_verifications", "verified", "accepted", "budget")
+    NUM_VERIFICATIONS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    num_verifications: int
+    verified: _containers.RepeatedScalarFieldContainer[int]
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    budget: int
+    def __init__(self, num_verifications: _Optional[int] = ..., verified: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ...) -> None: ...
+
+class RankBlock(_message.Message):
+    __slots__ = ("number", "waits_s", "own_s", "own_mean_s", "num_rows", "num_tokens", "num_context_tokens")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WAITS_S_FIELD_NUMBER: _ClassVar[int]
+    OWN_S_FIELD_NUMBER: _ClassVar[int]
+    OWN_MEAN_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    waits_s: _containers.RepeatedScalarFieldContainer[float]
+    own_s: _containers.RepeatedScalarFieldContainer[float]
+    own_mean_s: _containers.RepeatedScalarFieldContainer[float]
+    num_rows: float
+    num_tokens: float
+    num_context_tokens: float
+    def __init__(self, number: _Optional[int] = ..., waits_s: _Optional[_Iterable[float]] = ..., own_s: _Optional[_Iterable[float]] = ..., own_mean_s: _Optional[_Iterable[float]] = ..., num_rows: _Optional[float] = ..., num_tokens: _Optional[float] = ..., num_context_tokens: _Optional[float] = ...) -> None: ...
+
+class RankPicture(_message.Message):
+    __slots__ = ("instance", "num_ranks", "step_s", "wait_shares", "findings")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SHARES_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    instance: str
+    num_ranks: int
+    step_s: float
+    wait_shares: _containers.RepeatedScalarFieldContainer[float]
+    findings: _containers.RepeatedCompositeFieldContainer[RankFinding]
+    def __init__(self, instance: _Optional[str] = ..., num_ranks: _Optional[int] = ..., step_s: _Optional[float] = ..., wait_shares: _Optional[_Iterable[float]] = ..., findings: _Optional[_Iterable[_Union[RankFinding, _Mapping]]] = ...) -> None: ...
+
+class RankFinding(_message.Message):
+    __slots__ = ("kind", "rank", "source", "ratio", "share", "confidence", "evidence")
+    class EvidenceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCE_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    rank: int
+    source: int
+    ratio: float
+    share: float
+    confidence: float
+    evidence: _containers.ScalarMap[str, float]
+    def __init__(self, kind: _Optional[str] = ..., rank: _Optional[int] = ..., source: _Optional[int] = ..., ratio: _Optional[float] = ..., share: _Optional[float] = ..., confidence: _Optional[float] = ..., evidence: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class TierTokens(_message.Message):
     __slots__ = ("order", "share", "num_tokens")
@@ -174,14 +247,16 @@ class PoolMember(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class PoolSnapshot(_message.Message):
-    __slots__ = ("version", "members", "departures")
+    __slots__ = ("version", "members", "departures", "ranks")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     DEPARTURES_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[PoolMember]
     departures: _containers.RepeatedCompositeFieldContainer[Departure]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[PoolMember, _Mapping]]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankPicture]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[PoolMember, _Mapping]]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPicture, _Mapping]]] = ...) -> None: ...
 
 class Departure(_message.Message):
     __slots__ = ("number", "identity", "reason")

@@ -7,8 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.bounds import (
-    H200,
-    H200_REACHED,
     PrefillTraffic,
     WeightBytes,
     attention_flops,
@@ -18,6 +16,7 @@ from bench.bounds import (
     prefill_bound,
 )
 from bench.shapes import DEEPSEEK_V3, TINY, with_layers
+from engine.data_sheets import H200, H200_REACHED
 
 V3 = DEEPSEEK_V3
 

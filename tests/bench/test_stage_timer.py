@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.bounds import H200
 from bench.stage_timer import (
     TRAFFIC_MARK,
     StageTimer,
@@ -16,6 +15,7 @@ from bench.stage_timer import (
 )
 from engine.attention.kernels import VarlenLengths
 from engine.attention.paged_queries import PagedQueries, QueryCounts
+from engine.data_sheets import H200
 from engine.formats.stored_weight import StoredWeight
 from engine.kernels.portable import portable_kernels
 from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS

@@ -107,6 +107,7 @@ class ContextRunner:
         *,
         after: ContextStep | None = None,
         group_mean: int = 0,
+        num_drafts: int | None = None,
     ) -> ContextStep:
         requests = [item.request for item in scheduled]
         rows = []
@@ -118,7 +119,7 @@ class ContextRunner:
         tokens = self._stream.submit(self._run_all, rows, unread)
         return ContextStep(requests, tokens, self.is_awaited)
 
-    def run_dummy(self, *, group_mean: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0, num_drafts: int | None = None) -> None:
         """Nothing to take part in."""
 
     def _run_all(

@@ -19,6 +19,9 @@ from decode.frames import Delta
 from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest, TicketUpdate
+from engine.draft_budget import DraftBudget
+from engine.draft_choices import DraftChoices
+from engine.draft_costs import imagined_costs
 from engine.draft_room import most_kv_tokens
 from engine.parallel.lockstep import Lockstep, SoloLockstep
 from engine.pending_step import StepResult
@@ -84,8 +87,10 @@ class DeviceStep:
 
     device: Device
     rows: list[Row]
+    num_drafts: int
     after: DeviceStep | None
     tokens: list[list[int]] = field(default_factory=list)  # none where the logits are no numbers
+    verified: list[int] = field(default_factory=list)  # drafts, of the same rows
     is_over: bool = False
     idle_s: float | None = None
 
@@ -97,8 +102,10 @@ class DeviceStep:
                 request=row.request,
                 sampled=SampledToken(tokens[0]) if tokens else None,
                 more=tuple(map(SampledToken, tokens[1:])),
+                num_verified=num_verified,
+                max_drafts=self.num_drafts,
             )
-            for row, tokens in zip(self.rows, self.tokens, strict=True)
+            for row, tokens, num_verified in zip(self.rows, self.tokens, self.verified, strict=True)
         ]
 
 
@@ -112,7 +119,7 @@ class Device:
     def __init__(
         self, num_blocks: int, max_num_seqs: int, num_drafts: int = 0, seed: int = 0
     ) -> None:
-        self._num_drafts, self._random = num_drafts, Random(seed)
+        self.num_drafts, self._random = num_drafts, Random(seed)
         self.blocks: list[list[int | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
         self.queue: deque[DeviceStep] = deque()
         self.broken: dict[str, int] = {}
@@ -125,10 +132,11 @@ class Device:
         *,
         after: DeviceStep | None = None,
         group_mean: int = 0,
+        num_drafts: int | None = None,
     ) -> DeviceStep:
         assert 0 < len(scheduled) <= self._max_num_seqs
         assert group_mean > 0
-        if self._num_drafts and any(item.request.sampling.logit_bias for item in scheduled):
+        if self.num_drafts and any(item.request.sampling.logit_bias for item in scheduled):
             assert after is None, "without drafts, and behind a step whose counts nobody knows"
         places = {id(row.request): place for place, row in enumerate(after.rows)} if after else {}
         rows = []
@@ -147,13 +155,16 @@ class Device:
                     ),
                 )
             )
-        step = DeviceStep(self, rows, after)
+        if num_drafts is None:
+            num_drafts = self.num_drafts
+        assert num_drafts <= self.num_drafts
+        step = DeviceStep(self, rows, num_drafts, after)
         self.queue.append(step)
-        self.log.append("launch")
+        self.log.append(f"launch {num_drafts}")
         return step
 
-    def run_dummy(self, *, group_mean: int = 0) -> None:
-        self.log.append("dummy")
+    def run_dummy(self, *, group_mean: int = 0, num_drafts: int | None = None) -> None:
+        self.log.append(f"dummy {num_drafts}")
 
     def run_next(self) -> None:
         """Come to the next step."""
@@ -164,10 +175,13 @@ class Device:
                 unread = step.after.tokens[row.source] or [0]
                 row.token = unread[-1]
                 row.position += len(unread) - 1
-        step.tokens = [self._run(row) for row in step.rows]
+        step.tokens = [self._run(row, step.num_drafts) for row in step.rows]
+        for row in step.rows:
+            num_places = row.capacity - row.position - 1
+            step.verified.append(max(0, min(step.num_drafts, num_places)))
         step.is_over = True
 
-    def _run(self, row: Row) -> list[int]:
+    def _run(self, row: Row, num_drafts: int) -> list[int]:
         """Give a request its tokens: one, and more as far as its drafts are right."""
         if row.position >= row.capacity:
             return [0]  # it is over, and the host has not read that yet
@@ -176,10 +190,10 @@ class Device:
         while (token := self._next(row, len(tokens))) is not None:
             tokens.append(token)
             has_place = row.position + len(tokens) < row.capacity
-            if len(tokens) > self._num_drafts or not has_place or self._random.random() < 0.4:
+            if len(tokens) > num_drafts or not has_place or self._random.random() < 0.4:
                 break
             self.write(row.block_table, row.position + len(tokens), token)
-        first, last = row.position + max(len(tokens), 1), row.position + self._num_drafts
+        first, last = row.position + max(len(tokens), 1), row.position + num_drafts
         for position in range(first, last + 1):
             if position < row.capacity:
                 self.write(row.block_table, position, REJECTED)
@@ -216,6 +230,26 @@ class Device:
         return next_token(context)
 
 
+class _AnyNumber:
+    """Takes a number by chance, the same where the seed is: see `draft_budget._Rule`."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self.num_drafts = Random(seed), 0
+
+    def choose(self, ratios: Sequence[float]) -> None:
+        self.num_drafts = self._random.randrange(len(ratios))
+
+
+def any_budget(max_drafts: int, max_num_seqs: int, seed: int) -> DraftBudget:
+    """A budget whose number is another one before every step."""
+    choices = DraftChoices.up_to(max_drafts, max_rows=0)
+    sizes = range(1, max_num_seqs + 1)
+    costs = imagined_costs(sizes, dict.fromkeys(sizes, max_drafts))
+    budget = DraftBudget(choices, sizes, costs)
+    budget._rule = _AnyNumber(seed)  # type: ignore[assignment]
+    return budget
+
+
 class OverlapBench:
     """A loop around a rank; `turn` is one step of it."""
 
@@ -229,6 +263,7 @@ class OverlapBench:
         lockstep: Lockstep | None = None,
         num_drafts: int = 0,
         seed: int = 0,
+        budget: DraftBudget | None = None,
     ) -> None:
         self.device = Device(num_usable + 1, max_num_seqs, num_drafts, seed)
         self.bench = Bench(
@@ -252,9 +287,10 @@ class OverlapBench:
             metrics=DecodeMetrics(self.registry),
             publish=self._publish,
             name=name,
+            budget=budget,
         )
         options = LoopOptions(name=name, step="decode", max_ahead=max_ahead)
-        self.loop = EngineLoop(steps, lockstep or SoloLockstep(), options)
+        self.loop = EngineLoop(steps, lockstep or SoloLockstep(budget), options)
 
     def _publish(self, news: Mapping[str, list[Delta]], load: registry_pb2.WorkerLoad) -> None:
         for deltas in news.values():

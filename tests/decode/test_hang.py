@@ -45,14 +45,19 @@ class HangingRunner(FakeRunner):
         self.release = threading.Event()
 
     def launch(
-        self, scheduled: Sequence[ScheduledRequest], *, after: object = None, group_mean: int = 0
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        after: object = None,
+        group_mean: int = 0,
+        num_drafts: int | None = None,
     ) -> FakePending:
         if self.where == "launch":
             self.release.wait(TIMEOUT_S)
         pending = super().launch(scheduled, after=after, group_mean=group_mean)
         return HangingPending(self, pending._results) if self.where == "collect" else pending
 
-    def run_dummy(self, *, group_mean: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0, num_drafts: int | None = None) -> None:
         if self.where == "dummy":
             self.release.wait(TIMEOUT_S)
 

@@ -58,7 +58,12 @@ class FakeRunner:
         self.errors: list[StepError | None] = []  # of the next steps
 
     def launch(
-        self, scheduled: Sequence[ScheduledRequest], *, after: object = None, group_mean: int = 0
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        *,
+        after: object = None,
+        group_mean: int = 0,
+        num_drafts: int | None = None,
     ) -> FakePending:
         if self.error is not None:
             raise self.error
@@ -72,7 +77,7 @@ class FakeRunner:
         results = [StepResult(request=s.request, sampled=SampledToken(9)) for s in scheduled]
         return FakePending(self, results)
 
-    def run_dummy(self, *, group_mean: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0, num_drafts: int | None = None) -> None:
         assert group_mean > 0
         self.num_dummies += 1
 

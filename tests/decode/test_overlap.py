@@ -20,11 +20,13 @@ from engine.parallel import lockstep
 from engine.parallel.lockstep import GroupLockstep
 from runtime.errors import ErrorCode, RequestCancelledError
 from runtime.lifecycle import DecodeStatus
+from runtime.metric_rows import Readings
 from runtime.sampling import FinishReason
 from tests.decode.helpers import BLOCK_SIZE
 from tests.decode.overlap_bench import (
     MAX_MODEL_LEN,
     OverlapBench,
+    any_budget,
     params_of,
     whole_output,
 )
@@ -49,9 +51,9 @@ def test_a_step_is_launched_before_the_one_before_it_has_run() -> None:
     assert len(bench.device.queue) == 1
     bench.turn()
     assert len(bench.device.queue) == 1, "the first has run, the second was launched before"
-    assert bench.device.log == ["launch", "launch"]
+    assert bench.device.log == ["launch 0"] * 2
     bench.finish()
-    assert bench.device.log == ["launch"] * 4, "no step for a length that is known"
+    assert bench.device.log == ["launch 0"] * 4, "no step for a length that is known"
 
 
 def test_without_overlap_every_step_is_read_at_once() -> None:
@@ -212,6 +214,34 @@ def test_drafts_make_fewer_steps_and_are_counted_as_tokens() -> None:
         assert counted == 29
 
 
+@BOTH
+@pytest.mark.parametrize("max_tokens", [1, 2, 7, 30])
+def test_tokens_are_steps_and_drafts_that_were_right(max_ahead: int, max_tokens: int) -> None:
+    """Of each request in its deltas, and of all in the metrics, whatever ends them."""
+    bench = OverlapBench(max_ahead, num_drafts=3, seed=max_tokens)
+    stopping = replace(params_of(max_tokens), stop_token_ids=(3,))
+    prompts = [[3, 1], [4], [5, 5, 5]]
+    requests = [bench.add(prompt, stopping) for prompt in prompts]
+    bench.deliver()
+    bench.finish()
+    num_steps = num_accepted = num_drafts = 0
+    for request in requests:
+        steps = [delta for delta in bench.deltas[request.request_id] if delta.token_ids]
+        for delta in steps:
+            assert len(delta.token_ids) - 1 <= delta.num_drafts <= 3
+        num_steps += len(steps)
+        num_accepted += sum(len(delta.token_ids) - 1 for delta in steps)
+        num_drafts += sum(delta.num_drafts for delta in steps)
+        num_output = len(bench.output(request))
+        assert num_output == 1 + sum(len(delta.token_ids) for delta in steps)
+    counted = bench.registry.get_sample_value("pd_decode_generated_tokens_total")
+    assert counted == num_steps + num_accepted
+    read = Readings(bench.bench.registry.collect())
+    assert read("pd_decode_accepted_tokens_total") == num_accepted
+    assert read("pd_decode_draft_tokens_total") == num_drafts
+    assert read("pd_decode_draft_budget_steps_total", budget="3") == len(bench.device.log)
+
+
 def test_a_step_without_drafts_knows_where_its_requests_stand() -> None:
     bench = OverlapBench(1, num_drafts=2)
     biased = replace(params_of(9), logit_bias={1: 0.0})
@@ -354,6 +384,7 @@ class Trace:
     host_blocks=st.sampled_from([0, 3, 100]),
     max_num_seqs=st.integers(1, 5),
     num_drafts=st.integers(0, 3),
+    is_chosen=st.booleans(),
 )
 def test_whatever_happens_everybody_gets_what_is_his(
     *,
@@ -363,14 +394,18 @@ def test_whatever_happens_everybody_gets_what_is_his(
     host_blocks: int,
     max_num_seqs: int,
     num_drafts: int,
+    is_chosen: bool,
 ) -> None:
+    """Also where every step has another number of drafts than the one before."""
+    seed = random.randrange(1000)
     bench = OverlapBench(
         max_ahead,
         num_usable=num_usable,
         host_blocks=host_blocks,
         max_num_seqs=max_num_seqs,
         num_drafts=num_drafts,
-        seed=random.randrange(1000),
+        seed=seed,
+        budget=any_budget(num_drafts, max_num_seqs, seed) if is_chosen else None,
     )
     Trace(bench, random).run(120)
 
@@ -419,10 +454,21 @@ def test_a_request_that_goes_on_elsewhere_gives_the_same_tokens(
 
 @BOTH
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_of_a_group_take_the_same_steps(max_ahead: int, seed: int) -> None:
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_ranks_of_a_group_take_the_same_steps(max_ahead: int, seed: int, max_drafts: int) -> None:
+    """With as many drafts each, whatever the numbers of the steps before."""
     groups = thread_groups(2)
+    budgets = [any_budget(max_drafts, 4, seed) if max_drafts else None for _ in groups]
     benches = [
-        OverlapBench(max_ahead, num_usable=10, lockstep=GroupLockstep(group, 7)) for group in groups
+        OverlapBench(
+            max_ahead,
+            num_usable=10,
+            lockstep=GroupLockstep(group, 7, rider=budget),
+            num_drafts=max_drafts,
+            seed=seed,
+            budget=budget,
+        )
+        for group, budget in zip(groups, budgets, strict=True)
     ]
 
     def drive(rank: int) -> Trace:
@@ -437,8 +483,13 @@ def test_ranks_of_a_group_take_the_same_steps(max_ahead: int, seed: int) -> None
 
     with ThreadPoolExecutor(2) as threads:
         traces = list(threads.map(drive, range(2)))
-    assert len(benches[0].device.log) == len(benches[1].device.log) > 10
-    assert any("dummy" in bench.device.log for bench in benches)
+    words = [[entry.split() for entry in bench.device.log] for bench in benches]
+    assert len(words[0]) == len(words[1]) > 10
+    assert any(kind == "dummy" for log in words for kind, _ in log)
+    if max_drafts:
+        numbers = [[int(number) for _, number in log] for log in words]
+        assert numbers[0] == numbers[1]
+        assert set(numbers[0]) == set(range(max_drafts + 1))
     for trace in traces:
         trace.bench.bench.check_empty()
         for request, broken_after in trace.requests:

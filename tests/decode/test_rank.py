@@ -20,7 +20,7 @@ from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk, WriterDemand
 from engine.memory.block_pool import BlockPool
 from engine.sampling.inputs import SampledToken
-from kv_transfer.metadata import MetadataRecord
+from kv_transfer.metadata import NO_DRAFT, MetadataRecord
 from kv_transfer.ownership import Quarantine
 from kv_transfer.receiver import Arrival
 from runtime.errors import (
@@ -124,12 +124,15 @@ class Bench:
         error: TransferFailedError | None = None,
         *,
         first_token: int = 500,
+        first_draft: int = NO_DRAFT,
     ) -> None:
         ticket = self.ticket(request)
         self.receiver.awaited.pop(request.request_id, None)
         record = None
         if error is None:
-            record = MetadataRecord(nonce=ticket.nonce, epoch=1, first_token=first_token)
+            record = MetadataRecord(
+                nonce=ticket.nonce, epoch=1, first_token=first_token, first_draft=first_draft
+            )
         self.rank.hand_over.arrived(
             Arrival(
                 request_id=request.request_id,

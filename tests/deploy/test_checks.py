@@ -188,8 +188,11 @@ def test_data_parallel_prefill_ranks_need_devices_too(tmp_path: Path) -> None:
     check_config(config, num_devices=4)
 
 
-def test_drafts_of_a_checkpoint_that_makes_none_are_refused(tmp_path: Path) -> None:
-    config = with_section(fake_config(tmp_path), "decode", num_speculative_tokens=1)
+@pytest.mark.parametrize("wanted", [1, "auto"])
+def test_drafts_of_a_checkpoint_that_makes_none_are_refused(
+    tmp_path: Path, wanted: int | str
+) -> None:
+    config = with_section(fake_config(tmp_path), "decode", num_speculative_tokens=wanted)
     write_model(tmp_path, num_nextn_predict_layers=1)
     check_config(config, num_devices=0)
     write_model(tmp_path, num_nextn_predict_layers=0)
@@ -200,6 +203,12 @@ def test_drafts_of_a_checkpoint_that_makes_none_are_refused(tmp_path: Path) -> N
 def test_one_layer_drafts_no_more_than_three_tokens(count: int) -> None:
     with pytest.raises(ConfigError, match=r"decode\.num_speculative_tokens"):
         DecodeSection(num_speculative_tokens=count)
+
+
+@pytest.mark.parametrize("word", ["off", "all", ""])
+def test_a_word_that_is_no_number_of_drafts_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"decode\.num_speculative_tokens.*\"auto\", or 0 to 3"):
+        DecodeSection(num_speculative_tokens=word)
 
 
 def test_a_context_longer_than_the_model_s_is_refused(tmp_path: Path) -> None:

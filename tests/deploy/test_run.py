@@ -27,7 +27,7 @@ from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 from tests.deploy.fakes import ROOT, fake_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.cluster
 
 
 class FakeRun:
@@ -135,7 +135,6 @@ def test_nothing_survives_a_killed_controller(
         assert run.run_dir.read_state() is None
 
 
-@pytest.mark.cluster
 def test_a_cluster_outlives_its_controller_and_the_next_one_takes_it_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

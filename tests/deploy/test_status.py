@@ -274,11 +274,15 @@ def test_metrics_are_on_the_port_of_http() -> None:
 
 
 def test_memory_is_that_of_a_process_and_its_children() -> None:
-    code = "import subprocess, sys; subprocess.run(['sleep', '600'])"
-    with ExitStack() as stack:
-        parent = stack.enter_context(subprocess.Popen([sys.executable, "-c", code]))
-        stack.callback(parent.kill)
+    code = "import subprocess, sys; child = subprocess.Popen(['sleep', '600'])\n"
+    code += "print('both run', flush=True); sys.stdin.read(); child.kill()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"both run\n"
         found = memory_of_trees([parent.pid, 2**30])
+        parent.stdin.close()
     assert found.keys() == {parent.pid}
     assert found[parent.pid] > 10**6
 

@@ -256,6 +256,7 @@ def test_parallel_ranks_come_back_together_and_ctrl_c_leaves_nothing(
     assert find_processes(run_id) == []
 
 
+@pytest.mark.cluster
 def test_a_worker_that_cannot_start_is_told_with_its_log(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(ROOT / "deploy" / "models" / "tandem-python", model)

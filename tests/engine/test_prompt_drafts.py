@@ -125,6 +125,33 @@ def test_chunks_of_any_mix_draft_what_whole_prompts_do(
         torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("num_prompt", "num_cached"), [(128, 64), (129, 128), (127, 64), (150, 128)]
+)
+@pytest.mark.parametrize("kind", SAMPLINGS)
+def test_behind_a_cached_prefix_the_draft_is_that_of_the_whole_prompt(
+    model: DeepseekV3ForCausalLM, num_prompt: int, num_cached: int, kind: SamplingParams
+) -> None:
+    """Prompts of exactly two blocks, one token less, one more, and some more."""
+    draw = Random(num_prompt)
+    tokens = [draw.randrange(VOCAB) for _ in range(num_prompt)]
+    prefill = Prefill(model)
+    # Another prompt with the same beginning came before: to the first token behind what is cached.
+    before = request_of([*tokens[: num_cached + 1], 5, 6], SAMPLINGS[0], 1)
+    prefill.step((before, num_cached + 3))
+    request = request_of(tokens, kind, 4)
+    num_shared = num_cached // BLOCK_SIZE
+    request.block_table[:num_shared] = before.block_table[:num_shared]
+    request.num_computed_tokens = request.num_cached_tokens = num_cached
+    [result] = prefill.step((request, num_prompt - num_cached))
+    assert result.sampled is not None
+    draft, kept = expected_draft(model, request, result.sampled.token_id)
+    assert result.draft == draft
+    ours = prefill.pool.data[request.block_table, prefill.pool.num_layers - 1]
+    rows = [part.flatten(0, 1)[:num_prompt] for part in (ours, kept)]
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-4)
+
+
 def test_ranks_that_wait_for_a_step_that_cannot_sample_are_met(
     model: DeepseekV3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,8 @@ class Completion:
     error: dict[str, Any] | None = None
     request_id: str = ""
     num_cached_tokens: int = 0
+    usage: dict[str, Any] = field(default_factory=dict)
+    """Of an answer that is not streamed."""
 
 
 async def complete(
@@ -39,7 +41,8 @@ async def complete(
         result.token_ids = choice["token_ids"]
         result.text = choice["text"]
         result.finish_reason = choice["finish_reason"]
-        details = answer["usage"].get("prompt_tokens_details") or {}
+        result.usage = answer["usage"]
+        details = result.usage.get("prompt_tokens_details") or {}
         result.num_cached_tokens = details.get("cached_tokens", 0)
         return result
 

@@ -314,7 +314,9 @@ def _busy_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def _sum_samples(text: str, name: str) -> float:
-    lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+    """Of a metric, or of one sample: its name with labels, which have no spaces."""
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    lines = [line for line in samples if name in (line.split(" ")[0], line.split("{")[0])]
     assert lines, f"no metric {name}"
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from engine.boot.build import build_model
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from tests.integration.collector import Collector
 
 MODEL_DIR = Path(__file__).parents[2] / "deploy" / "models" / "tandem-python"
 
@@ -19,6 +21,14 @@ def oracle() -> DeepseekV3ForCausalLM:
     """The bundled model in this process, on one rank."""
     torch.set_num_threads(1)
     return build_model(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    """What spans are sent to."""
+    collector = Collector()
+    yield collector
+    collector.close()
 
 
 @pytest.fixture(scope="session")

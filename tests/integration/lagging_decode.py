@@ -102,6 +102,7 @@ class Device:
         *,
         after: LaggingStep | None = None,
         group_mean: int = 0,
+        num_drafts: int | None = None,
     ) -> LaggingStep:
         """See `decode.loop.StepRunner`."""
         self.shadows = {item.request: self._shadow(item.request) for item in scheduled}
@@ -117,7 +118,7 @@ class Device:
         ]
         return LaggingStep(self.stream.submit(self._run, noted, after, group_mean), noted)
 
-    def run_dummy(self, *, group_mean: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0, num_drafts: int | None = None) -> None:
         """See `decode.loop.StepRunner`."""
         self.stream.submit(self.runner.run_dummy, group_mean=group_mean)
 

@@ -35,12 +35,13 @@ class SlowRunner:
         *,
         after: PendingStep | None = None,
         group_mean: int = 0,
+        num_drafts: int | None = None,
     ) -> PendingStep:
         """See `decode.loop.StepRunner`."""
         time.sleep(STEP_S)
         return self.runner.launch(scheduled, after=after, group_mean=group_mean)
 
-    def run_dummy(self, *, group_mean: int = 0) -> None:
+    def run_dummy(self, *, group_mean: int = 0, num_drafts: int | None = None) -> None:
         """See `decode.loop.StepRunner`."""
         self.runner.run_dummy(group_mean=group_mean)
 

@@ -34,6 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     assert running.marked_processes() == []
 
 
+@pytest.mark.cluster
 def test_200_streams_with_random_cancels(cluster: Cluster, oracle: DeepseekV3ForCausalLM) -> None:
     draw = random.Random(11)
     distinct = [

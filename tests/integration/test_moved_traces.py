@@ -37,13 +37,6 @@ Lose = Callable[[Cluster, str], Awaitable[None]]
 
 
 @pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    collector = Collector()
-    yield collector
-    collector.close()
-
-
-@pytest.fixture(scope="module")
 def cluster(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR), name="tandem-python"),

@@ -221,15 +221,25 @@ def growth(oracle: DeepseekV3ForCausalLM, prompts: list[list[int]]) -> Growth:
     return Growth(prompts=short, expected=expected)
 
 
-@pytest.mark.parametrize(("overlap_steps", "sampling"), [("off", "seeded"), ("on", "greedy")])
+@pytest.mark.parametrize(
+    ("overlap_steps", "sampling", "num_drafts"),
+    [
+        ("off", "seeded", 0),
+        ("on", "greedy", 0),
+        pytest.param("on", "seeded", 2, marks=pytest.mark.cluster),
+    ],
+)
 def test_preemption_took_part(
-    growth: Growth, tmp_path: Path, overlap_steps: str, sampling: str
+    growth: Growth, tmp_path: Path, overlap_steps: str, sampling: str, num_drafts: int
 ) -> None:
     """Two requests run that grow to four blocks each, for which admission expects three."""
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
         decode=DecodeSection(
-            num_blocks=7, enable_prefix_caching=False, overlap_steps=overlap_steps
+            num_blocks=7,
+            enable_prefix_caching=False,
+            overlap_steps=overlap_steps,
+            num_speculative_tokens=num_drafts,
         ),
     )
     with Cluster(config, tmp_path) as running:

@@ -20,13 +20,6 @@ JITTER_NS = 2_000_000
 
 
 @pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    collector = Collector()
-    yield collector
-    collector.close()
-
-
-@pytest.fixture(scope="module")
 def cluster(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),

@@ -241,6 +241,6 @@ class FakeRunner:
         ]
         for item in scheduled:
             if item.samples:
-                take_sampled(item, FIRST_TOKEN)
+                take_sampled(item, [FIRST_TOKEN])
         number = len(self.steps) - 1
         return FakePending(self, results, number, self.num_polls, self.idle_s)

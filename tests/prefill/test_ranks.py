@@ -68,6 +68,10 @@ class ThreadGroup(RankGroup):
         seen = self.meeting.exchange(self.rank, tensor)
         return torch.cat([seen[rank] for rank in range(self.size)])
 
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        seen = self.meeting.exchange(self.rank, tensor)
+        return tensor.copy_(torch.stack([seen[rank] for rank in range(self.size)]).sum(0))
+
 
 def make_group(rank: int, size: int, meeting: Meeting) -> ThreadGroup:
     group = ThreadGroup(rank=rank, size=size)

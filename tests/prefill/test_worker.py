@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,11 +100,12 @@ class Bench:
         *,
         num_tokens: int = 8,
         num_cached_tokens: int = 0,
+        prompt: Sequence[int] = PROMPT,
     ) -> prefill_pb2.RunResponse:
         request = prefill_pb2.RunRequest(
             request_id=f"request-{nonce}",
             expected=self.record.identity,
-            context_token_ids=PROMPT,
+            context_token_ids=prompt,
             sampling=greedy(num_tokens),
             reservation=self.decode.reserve_blocks(
                 nonce, block_ids, num_cached_tokens=num_cached_tokens

@@ -13,6 +13,7 @@ import openai
 import pytest
 import tokenizers
 
+from router.pool.rank_watch import RankWatch
 from router.service import RouterService
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection, TierSection
@@ -109,6 +110,11 @@ class Cluster:
     @property
     def control(self) -> str:
         return f"127.0.0.1:{self.service.control_port}"
+
+    @property
+    def ranks(self) -> RankWatch:
+        assert self.service._registry is not None
+        return self.service._registry._watch
 
     @property
     def prefill(self) -> FakePrefill:

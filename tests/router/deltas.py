@@ -39,6 +39,18 @@ def delta_of(
     return delta
 
 
+def joined(deltas: list[decode_pb2.TokenDelta], num_drafts: int) -> list[decode_pb2.TokenDelta]:
+    """The news of one step that verified drafts, if it did; an error stands alone."""
+    if not num_drafts or deltas[-1].HasField("error"):
+        return deltas if not num_drafts else deltas[-1:]
+    whole = decode_pb2.TokenDelta()
+    for delta in deltas:
+        whole.MergeFrom(delta)
+    whole.start_index = deltas[0].start_index
+    whole.num_drafts = num_drafts
+    return [whole]
+
+
 def frame_of(
     decode: FakeDecode,
     deltas: Iterable[decode_pb2.TokenDelta],
@@ -47,20 +59,24 @@ def frame_of(
     """``deltas`` as a decode rank sends them: what says tokens alone is a row, if it may be one."""
     frame = decode_pb2.Frame(decode=decode.identity, load=load)
     row_ids = {request.request_id: request.row_id for request in decode.seen if decode.sends_rows}
-    told, sizes = set(), []
+    told, sizes, drafts = set(), [], []
     for delta in deltas:
         row_id = row_ids.get(delta.request_id, 0)
         says = {field.name for field, _ in delta.ListFields()}
-        if row_id and says == {"request_id", "start_index", "token_ids"} and row_id not in told:
+        is_row = says - {"num_drafts"} == {"request_id", "start_index", "token_ids"}
+        if row_id and is_row and row_id not in told:
             frame.rows.row_ids.append(row_id)
             frame.rows.start_indexes.append(delta.start_index)
             frame.rows.token_ids.extend(delta.token_ids)
             sizes.append(len(delta.token_ids))
+            drafts.append(delta.num_drafts)
         else:
             told.add(row_id)
             frame.deltas.append(delta)
     if any(size != 1 for size in sizes):
         frame.rows.num_tokens.extend(sizes)
+    if any(drafts):
+        frame.rows.num_drafts.extend(drafts)
     return frame
 
 

@@ -43,7 +43,14 @@ from runtime.wire import (
     finish_reason_to_proto,
     sampling_from_proto,
 )
-from tests.router.deltas import delta_of, error_delta, frame_of, position_logprobs, since
+from tests.router.deltas import (
+    delta_of,
+    error_delta,
+    frame_of,
+    joined,
+    position_logprobs,
+    since,
+)
 from tests.tcp_proxy import Proxy
 
 SECRET = "test-secret"
@@ -229,8 +236,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     """Send the last token without its finish reason, then fail."""
     repeat_tokens: bool = False
     sends_rows: bool = True  # else as a worker of an earlier version: deltas alone
-    burst: bool = False
-    """Send all deltas of a request in one frame."""
+    num_drafts: int = 0  # that a step verifies, and all are right
+    burst: bool = False  # send all deltas of a request in one frame
     refuses_streams: bool = False
     hangs_streams: bool = False
     """New streams never stand."""
@@ -430,8 +437,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 reserved.sent += deltas
                 deltas = []
                 self.cut_streams()
-            elif finished or not self.burst:
-                self._say(reserved, deltas)
+            elif finished or not (self.burst or index % (1 + self.num_drafts)):
+                self._say(reserved, joined(deltas, self.num_drafts))
                 deltas = []
             if finished:
                 break

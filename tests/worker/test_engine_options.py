@@ -30,6 +30,8 @@ BOTH: dict[str, st.SearchStrategy[Any]] = {
     "block_size": COUNTS,
     "gpu_memory_fraction": st.floats(0.01, 1.0),
     "device": st.sampled_from(["cpu", "cuda"]),
+    "num_redundant_experts": COUNTS,
+    "rebalance_experts": st.sampled_from(["on", "off"]),
 }
 PREFILLS = st.builds(
     PrefillSection,
@@ -42,7 +44,6 @@ PREFILLS = st.builds(
 )
 DECODES = st.builds(
     DecodeSection,
-    num_redundant_experts=COUNTS,
     cuda_graphs=SWITCHES,
     overlap_shared_expert=st.booleans(),
     dependent_launches=SWITCHES,
@@ -66,8 +67,6 @@ def test_every_field_has_the_section_s_value_by_the_section_s_name(
 ) -> None:
     options = engine_options(section)
     said = fields_of(options) | fields_of(options.kv) | fields_of(options.steps)
-    if isinstance(section, PrefillSection):
-        assert said.pop("num_redundant_experts") == 0
     assert said == {name: getattr(section, name) for name in said}
     assert options.named("num_blocks").startswith(options.prefix)
     assert options.token_bound[1] == getattr(section, options.token_bound[0])
@@ -132,3 +131,18 @@ def test_drafts_need_the_layers_of_both_roles_and_a_row_each(num_drafts: int) ->
     config = ClusterConfig(decode=decode)
     assert model_options(config).with_mtp is (num_drafts > 0)
     assert engine_options(decode).max_rows == 5 * (1 + num_drafts)
+
+
+@pytest.mark.parametrize(("max_tokens_per_rank", "rows"), [(128, 128), (384, 384), (8192, 1024)])
+def test_chosen_drafts_have_the_rows_that_there_is_room_for(
+    max_tokens_per_rank: int, rows: int
+) -> None:
+    decode = DecodeSection(
+        num_speculative_tokens="auto", max_num_seqs=256, max_tokens_per_rank=max_tokens_per_rank
+    )
+    assert model_options(ClusterConfig(decode=decode)).with_mtp
+    options = engine_options(decode)
+    assert options.draft_choices.numbers == (0, 1, 2, 3)
+    assert options.max_rows == max(rows, 256)
+    few = options.draft_choices.of(max_tokens_per_rank // 4)
+    assert few == (0, 1, 2, 3)

@@ -261,6 +261,23 @@ def test_the_others_do_not_wait_for_a_rank_whose_step_failed(has_joined: bool) -
     assert driver.booked == [1]
 
 
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_every_step_of_the_group_is_told_of_once(has_joined: bool) -> None:
+    driver, told = CountingDriver(), list[int]()
+    name = RankName(instance="rank")
+    options = LoopOptions(
+        name=name, step="counting", launched=lambda: told.append(len(driver.means))
+    )
+    loop = StepLoop[Work](driver, FullerGroup(), options)
+    driver.is_alone = False
+    driver.on_launch = failing([None, StepError("no room", has_joined=has_joined)])
+    driver.work = [3, 2]
+    for _ in range(3):  # a step, one that fails alone, a dummy
+        loop.step()
+    assert len(told) == 3
+    assert told[0] == 1, "behind the launch"
+
+
 def test_a_rank_whose_every_step_fails_ends() -> None:
     loop, driver = make_loop()
     errors: list[StepError | None] = [None]

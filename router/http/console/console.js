@@ -14,6 +14,7 @@ function show() {
   showTiles();
   showWorkers(matches);
   showTtft(snapshot);
+  showRanks(snapshot);
   showLists(snapshot, matches);
   showDrawer();
 }
@@ -103,6 +104,8 @@ function aboutWorker(w) {
     ["waiting", `${plural(w.num_waiting, "request")}, ${plural(w.num_tokens_waiting, "token")}`],
     ["KV blocks in use", `${percent(w.kv_used)} of ${w.num_blocks}, ${w.num_quarantined_blocks} in quarantine`],
     ["tokens, steps", `${short(w.tokens_s)}/s, ${short(w.steps_s)}/s`],
+    ...(w.drafts ? [["drafts", `${short(w.drafts.drafts_s)}/s, right ${acceptance(w)}`],
+      ["accept length, budget", `${acceptLength(w)}, ${w.drafts.budget}`]] : []),
     ["KV sent, received", `${moved(w.sent_s)}, ${moved(w.received_s)}`],
     ...pairs.slice(0, 12).map((pair) => [
       pair.prefill === w.name ? `to ${pair.decode}` : `from ${pair.prefill}`, moved(pair.bytes_s)])];

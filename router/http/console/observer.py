@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from router.http.serving import Serving
 from router.pool.journal import PoolEvent, PoolJournal
 from router.pool.members import Member
 from router.requests.generation import Generation
+from runtime.rank_picture import describe
 
 MAX_TEXT = 160
 """Of the reason of a failure."""
@@ -37,6 +38,8 @@ class Snapshot:
     """That serve this port; those of ``requests.pids`` are covered."""
     requests: Requests
     pool: PoolPicture
+    ranks: Sequence[Mapping[str, object]]
+    """Of instances whose ranks wait for one another."""
 
 
 class Observer:
@@ -100,6 +103,7 @@ class Observer:
             num_processes=serving.section.http_processes,
             requests=merge(parts, wall),
             pool=self._picture(wall),
+            ranks=[describe(picture) for picture in serving.ranks],
         )
         return snapshot, self._history.view(self._number, [part.history for part in parts])
 

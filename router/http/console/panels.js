@@ -137,6 +137,7 @@ const slowRows = fixedRows("slow", 8, ["", "n dim", "n", "c-split", "wide dim"],
 const errorRows = fixedRows("errors", 7, ["", "n", "n dim"]);
 slowRows.forEach(({ cells }) => { cells[3].bar = splitBar(true); });
 pairRows.forEach(({ cells }) => { cells[2].meter = make("div", "meter", make("i")); });
+const draftRows = fixedRows("drafts", 8, ["", "n", "n", "n", "n"], (item) => openDrawer(item?.name, "worker"));
 const where = (item) => (item.prefill ? `${item.prefill} \u2192 ${item.decode}` : "-");
 
 function showLists({ pool, requests }, matches) {
@@ -168,12 +169,35 @@ function showLists({ pool, requests }, matches) {
     drawSplit(cells[3].bar, item.parts_s);
     setText(cells[4], where(item));
   });
+  showDrafts(pool.workers, matches);
   fill(errorRows, requests.errors, "none since the router began", (cells, row) => {
     setText(cells[0], row.code);
     setText(cells[1], String(row.num_recent));
     setText(cells[2], String(row.num));
   });
   showEvents(requests.events.filter((event) => matches(event.instance, event.kind, event.text, event.role)));
+}
+
+// Drafts: who has the fewest right stands first
+
+const acceptLength = ({ drafts }) => drafts.accept_length?.toFixed(2) ?? "-";
+const acceptance = ({ drafts }) => drafts.acceptance.map(percent).join(", ") || "-";
+
+function showDrafts(workers, matches) {
+  const drafting = workers.filter((w) => w.drafts);
+  if ($("drafts").hidden !== !drafting.length) $("drafts").hidden = !drafting.length;
+  const sum = drafting.reduce((total, w) => total + w.drafts.drafts_s, 0);
+  const ranks = plural(drafting.length, "decode rank");
+  setText($("drafts-note"), `${ranks}, ${short(sum)} drafts/s; those with the fewest right first`);
+  const shown = drafting.filter((w) => matchesWorker(matches, w))
+    .sort((a, b) => (a.drafts.accept_length ?? Infinity) - (b.drafts.accept_length ?? Infinity));
+  fill(draftRows, shown, "no such rank", (cells, w) => {
+    setText(cells[0], w.name);
+    setText(cells[1], acceptLength(w));
+    setText(cells[2], acceptance(w));
+    setText(cells[3], short(w.drafts.drafts_s));
+    setText(cells[4], String(w.drafts.budget));
+  });
 }
 
 const TOGETHER_S = 10;

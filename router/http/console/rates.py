@@ -10,11 +10,23 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from router.pool.members import Member, WorkerKey, WorkerLoad
+from router.pool.members import DraftTotals, Member, WorkerKey, WorkerLoad
 
 SPAN_S = 4.0
 """Rates are over at least so long, as far as there are reports."""
 MAX_REPORTS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRates:
+    """Of the drafts that steps verified in the same time."""
+
+    drafts: float = 0.0
+    """A second."""
+    accept_length: float | None = None
+    """Tokens of a step that verified drafts of a request, in the mean; None where none did."""
+    acceptance: tuple[float, ...] = ()
+    """Share that became output, by position, as far as there were drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +37,7 @@ class WorkerRates:
     steps: float = 0.0
     received: dict[str, float] = field(default_factory=dict)
     """Bytes of KV by the endpoint that sends them."""
+    drafts: DraftRates = field(default_factory=DraftRates)
 
 
 IDLE = WorkerRates()
@@ -93,4 +106,23 @@ def _rates_between(first: WorkerLoad, last: WorkerLoad) -> WorkerRates:
         tokens=max(0, last.num_tokens_done - first.num_tokens_done) / seconds,
         steps=max(0, last.num_steps_done - first.num_steps_done) / seconds,
         received={peer: rate for peer, rate in received.items() if rate},
+        drafts=_drafts_between(first.drafts or DraftTotals(), last.drafts, seconds),
     )
+
+
+def _drafts_between(first: DraftTotals, last: DraftTotals | None, seconds: float) -> DraftRates:
+    if last is None or last.num_verifications <= first.num_verifications:
+        return DraftRates()
+    verified = _grown(first.verified, last.verified)
+    accepted = _grown(first.accepted, last.accepted)
+    num_verifications = last.num_verifications - first.num_verifications
+    return DraftRates(
+        drafts=sum(verified) / seconds,
+        accept_length=1 + sum(accepted) / num_verifications,
+        acceptance=tuple(right / num for right, num in zip(accepted, verified, strict=True) if num),
+    )
+
+
+def _grown(first: tuple[int, ...], last: tuple[int, ...]) -> list[int]:
+    """By how much each count has grown; the first report may have none."""
+    return [count - before for before, count in zip(first or (0,) * len(last), last, strict=True)]

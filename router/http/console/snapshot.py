@@ -18,6 +18,18 @@ MAX_LIVE = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRow:
+    """Speculation of a decode rank; what it does not verify now is not known."""
+
+    budget: int
+    """Drafts of each request that its latest step had room for."""
+    drafts_s: float
+    accept_length: float | None
+    acceptance: Sequence[float]
+    """By position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRow:
     """One endpoint of the pool."""
 
@@ -49,6 +61,7 @@ class WorkerRow:
     sent_s: float = 0.0
     """Bytes of KV a second, as the receivers count them."""
     received_s: float = 0.0
+    drafts: DraftRow | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +272,19 @@ def _row(
         steps_s=round(rates.steps, 2),
         sent_s=round(sent_s, 1),
         received_s=round(sum(rates.received.values()), 1),
+        drafts=_drafts(member, rates),
+    )
+
+
+def _drafts(member: Member, rates: WorkerRates) -> DraftRow | None:
+    totals, now = member.load.drafts, rates.drafts  # renewals tell them, and nothing else does
+    if totals is None:
+        return None
+    return DraftRow(
+        budget=totals.budget,
+        drafts_s=round(now.drafts, 2),
+        accept_length=None if now.accept_length is None else round(now.accept_length, 3),
+        acceptance=[round(share, 4) for share in now.acceptance],
     )
 
 

@@ -173,6 +173,20 @@ class Compilers:
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is None:
             return self._process
+        process, problem, status = await self._start()
+        if process is None and status < 0:
+            # Seen with libraries that crash, rarely, while they are loaded beside others.
+            logger.warning("the process that compiles grammars is started again: it %s", problem)
+            process, problem, _ = await self._start()
+        if process is None:
+            raise InternalError(
+                f"the process that compiles grammars does not start: it {problem}. Fix: install "
+                "tandem with all that it needs (xgrammar), or send no response_format"
+            )
+        return process
+
+    async def _start(self) -> tuple[asyncio.subprocess.Process | None, str, int]:
+        """(the process, "", 0) once it is ready; else None, what it did, and how it ended."""
         module = "router.text.grammar.compile_process"
         self._process = process = await asyncio.create_subprocess_exec(
             *dying_with_us((sys.executable, "-m", module, *self._arguments)),
@@ -182,19 +196,17 @@ class Compilers:
         )
         try:
             async with asyncio.timeout(START_S):
-                is_ready = await _read(process) is not None
-        except BaseException as error:
+                if await _read(process) is not None:
+                    return process, "", 0
+                status = await process.wait()
+        except TimeoutError:
             await self._end()
-            if not isinstance(error, TimeoutError):
-                raise
-            is_ready = False
-        if not is_ready:
+            return None, f"was silent for {START_S:.0f} s", 0
+        except BaseException:
             await self._end()
-            raise InternalError(
-                "the process that compiles grammars does not start. Fix: install tandem with all "
-                "that it needs (xgrammar), or send no response_format"
-            )
-        return process
+            raise
+        self._process = None
+        return None, f"ended with status {status}", status
 
     async def _end(self) -> None:
         process, self._process = self._process, None

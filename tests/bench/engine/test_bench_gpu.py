@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from bench.engine.data_sheets import find_sheet
 from bench.engine.routing import RoutingTables, draw_uniform
 from bench.engine.timing import StepClock
 from bench.shapes import DEEPSEEK_V3, expert_shard
 from deploy.cli import main
+from engine.data_sheets import find_sheet
 from engine.device_span import DeviceSpan
 from tests.bench.engine.test_routing import assert_obeys, off_by
 

@@ -183,6 +183,21 @@ def test_as_many_drafts_are_right_as_are_asked_for(
     assert any("1 drafts, forced" in note for note in report["notes"])
 
 
+def test_a_budget_of_drafts_is_measured_as_in_a_worker(tmp_path: Path) -> None:
+    """Each step has the number that is chosen before it; which, says the report."""
+    report = measure(tmp_path, "--batch", "3", "--drafts", "auto", "--accept", "1")
+    by_drafts = report["steps_by_drafts"]
+    assert sum(by_drafts.values()) >= report["method"]["num_steps"]
+    assert set(by_drafts) <= {"0", "1", "2", "3"}
+    assert 1.0 <= report["tokens_per_request"] <= 4.0
+    assert any("auto drafts, forced" in note for note in report["notes"])
+
+
+def test_drafts_have_an_option_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--set", "decode.num_speculative_tokens=2"]) != 0
+    assert "--drafts" in capsys.readouterr().err
+
+
 def test_a_share_of_no_drafts_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*COMMAND, "--batch", "3", "--accept", "0.5"]) != 0
     assert "accept = 0.5" in capsys.readouterr().err

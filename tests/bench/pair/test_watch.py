@@ -58,6 +58,8 @@ def test_queues_are_averaged_and_steps_are_those_of_the_window() -> None:
         for rank in workers.decode:
             rank.stepped(running, running, 0.02)
             rank.step_waited(0.001)
+            rank.drafts.verified(2, 1 if second % 2 else 0)
+            rank.drafts.stepped(2)
         workers.prefill.stepped(1024, 0.25)
     figures = describe_workers(found, (0.5, 3.5), num_decode_ranks=2)
     decode, prefill = figures["decode"], figures["prefill"]
@@ -69,6 +71,7 @@ def test_queues_are_averaged_and_steps_are_those_of_the_window() -> None:
     assert decode["gap_ms"] == pytest.approx(1)
     assert decode["steps_per_s"] == pytest.approx(1)
     assert decode["least_free_blocks"] == 140
+    assert decode["accept_length"] == pytest.approx(1.5)
     assert prefill["tokens_per_step"] == pytest.approx(1024)
     assert prefill["step_ms"] == pytest.approx(250)
     assert prefill["steps_per_s"] == pytest.approx(1)

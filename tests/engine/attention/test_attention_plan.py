@@ -11,6 +11,7 @@ from engine.attention.absorbed_groups import MAX_GROUP_TOKENS
 from engine.attention.attention_plan import (
     AttentionPlan,
     DecompressedSegment,
+    join_rows,
     plan_attention,
 )
 from engine.attention.attention_rule import AttentionRule
@@ -182,6 +183,28 @@ def test_a_decode_step_is_one_slice() -> None:
     assert plan.absorbed_rows == slice(0, 3)
     assert len(plan.groups) == 1
     assert plan.segments == ()
+
+
+def drafted(rows: list[tuple[int, int]], num_blocks: int = 8) -> ForwardBatch:
+    """Single queries: (sequence, positions) of each row, whose table is that of its sequence."""
+    batch = make_batch([(1, positions - 1) for _, positions in rows])
+    tables = np.stack([1 + seq * num_blocks + np.arange(num_blocks) for seq, _ in rows])
+    return replace(batch, block_tables=torch.from_numpy(tables.astype(np.int32)))
+
+
+def test_rows_of_one_sequence_are_several_queries_of_it() -> None:
+    """Also beside a draft that is none, which runs position 0, and a neighbour one longer."""
+    batch = join_rows(drafted([(0, 9), (0, 10), (0, 11), (1, 12), (1, 1), (2, 2), (2, 3)]))
+    assert batch.lengths == ((3, 11), (1, 12), (1, 1), (2, 3))
+    assert batch.cu_seqlens_q.tolist() == [0, 3, 4, 5, 7]
+    assert batch.seq_lens.tolist() == [11, 12, 1, 3]
+    assert batch.block_tables[:, 0].tolist() == [1, 9, 9, 17]
+    assert batch.max_seqlen_q == 3
+
+
+def test_rows_of_sequences_of_their_own_stay_as_they_are() -> None:
+    batch = drafted([(0, 9), (1, 10), (2, 11)])
+    assert join_rows(batch) is batch
 
 
 def test_long_contexts_do_not_share_a_group() -> None:

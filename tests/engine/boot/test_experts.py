@@ -22,6 +22,7 @@ from tests.engine.parallel.fake_ranks import SilentGroup
 
 CPU = torch.device("cpu")
 DIMS = ParallelDims(dp=6, ep=6)
+DIMS8 = ParallelDims(dp=8, ep=8)
 GROUPS = ProcessGroups(dims=ParallelDims(dp=4, ep=4), ep_group=SilentGroup(size=4))
 FP8 = portable_kernels(has_fp8=True)
 CHUNKS = EngineOptions(steps=ChunkSteps())
@@ -45,14 +46,31 @@ def open_with(
 def test_redundant_slots() -> None:
     placement = place_experts(replace(TOKENS, num_redundant_experts=8), TINY, DIMS, CPU)
     assert placement.num_physical_experts == 72
-    counts = placement.logical_replica_count
+    counts = placement.of_layer(TINY.num_hidden_layers - 1).logical_replica_count
     assert (int(counts.min()), int(counts.max()), int(counts.sum())) == (1, 2, 72)
-    assert place_experts(TOKENS, TINY, ParallelDims(), CPU).is_identity
+    alone = place_experts(TOKENS, TINY, ParallelDims(), CPU)
+    assert alone.num_layers == TINY.num_moe_layers
+    assert all(row == tuple(range(64)) for row in alone.table)
     with pytest.raises(ConfigError) as caught:
         place_experts(replace(TOKENS, num_redundant_experts=4), TINY, DIMS, CPU)
     assert caught.value.path == "ep"
     with pytest.raises(ConfigError):
         place_experts(CHUNKS, TINY, ParallelDims(tp=6, ep=6), CPU)
+
+
+def test_a_placement_that_is_known() -> None:
+    rows = [tuple(range(64)), tuple(reversed(range(64)))] * TINY.num_moe_layers
+    table = rows[: TINY.num_moe_layers]
+    assert place_experts(TOKENS, TINY, DIMS8, CPU, table=table).table == tuple(table)
+    for wrong, problem in (
+        (table[1:], "the model has"),
+        ([*table[1:], (0, *range(64))], "has 65 slots instead of 64"),
+        ([*table[1:], (0, *range(63))], r"experts \[63\] have no slot"),
+    ):
+        with pytest.raises(ConfigError, match=problem) as caught:
+            place_experts(replace(TOKENS, prefix="decode."), TINY, DIMS8, CPU, table=wrong)
+        assert caught.value.path == "decode.expert_placement"
+        assert caught.value.fix
 
 
 def test_decode_on_gpus_dispatches_in_fixed_shapes() -> None:

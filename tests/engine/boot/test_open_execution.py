@@ -16,7 +16,6 @@ from engine.boot.open_execution import (
 from engine.kernels.portable import portable_kernels
 from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
 from engine.parallel.dims import ParallelDims
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.local_dispatcher import LocalDispatcher
@@ -42,7 +41,7 @@ def open_with(
         TINY,
         ProcessGroups(dims=ParallelDims(dp=dp, ep=dp), ep_group=SilentGroup(size=dp)),
         kernels=portable_kernels(has_fp8=has_fp8),
-        placement=ExpertPlacement.identity(64),
+        num_physical_experts=64,
         streams=Streams(device),
         played_ranks=played_ranks,
     )

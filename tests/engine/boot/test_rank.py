@@ -47,7 +47,7 @@ def test_weights_of_absorbed_attention_are_made_before_memory_is_measured(
     def measure(options: EngineOptions, model: DeepseekV3ForCausalLM, **kwargs: object) -> object:
         layers = [module for module in model.modules() if isinstance(module, MLA)]
         assert layers
-        are_made.extend(layer._up_weight is not None for layer in layers)
+        are_made.extend(layer._up_weights is not None for layer in layers)
         return measure_memory(options, model, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(rank, "measure_memory", measure)

@@ -34,6 +34,9 @@ class ListedGrammar:
         self.taken = longer
         return True
 
+    def roll_back(self, num_tokens: int) -> None:
+        self.taken = self.taken[: len(self.taken) - num_tokens]
+
     def fill(self, words: Int32Array) -> None:
         assert len(words) >= num_mask_words(VOCAB)
         words[:] = 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import ForwardBatch
+from engine.draft_choices import DraftChoices
 from engine.graphs.graph_runner import GraphRunner
 from engine.graphs.step_graphs import StepGraphs
 from engine.memory.kv_pool import KVPool
@@ -64,6 +65,11 @@ class SelfDrafting:
         is_miss = (next_ids * 7 + positions) % self.misses == 0
         return torch.where(is_miss[:, None], drafted.roll(1, dims=1), drafted)
 
+    def remember_mtp(
+        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+    ) -> None:
+        """What it drafts depends on the model's own KV."""
+
 
 @dataclass
 class DraftWorker:
@@ -71,17 +77,19 @@ class DraftWorker:
 
     Attributes:
         model: with its MTP layers, if `num_drafts` is above 0.
-        num_drafts: K.
+        num_drafts: K, or what it is chosen from.
         ahead: launch a step before the tokens of the one before it are read.
         drafter: runs the steps instead, if given.
         with_prompts: run the layer over the prompts too, and verify what it drafts.
         outputs: what each request got, by its place; tokens behind its end are dropped.
         num_steps: that were launched.
         counts: tokens that a step gave a request, of every one.
+        results: the same steps' results, in the same order.
+        choose: K of the next step; None for the most.
     """
 
     model: ServedModel
-    num_drafts: int
+    num_drafts: int | DraftChoices
     ahead: bool
     block_size: int = 4
     max_model_len: int = 48
@@ -92,6 +100,8 @@ class DraftWorker:
     outputs: list[list[SampledToken]] = field(default_factory=list)
     num_steps: int = 0
     counts: list[int] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
+    choose: Callable[[], int | None] = lambda: None
 
     def __post_init__(self) -> None:
         config, spec = self.model.config, self.model.kv_spec
@@ -174,7 +184,7 @@ class DraftWorker:
         for request in requests:
             request.num_launched_tokens += 1
         self.num_steps += 1
-        return self.steps.launch(scheduled, after=after)
+        return self.steps.launch(scheduled, after=after, num_drafts=self.choose())
 
     def _collect(self, pending: PendingStep) -> None:
         results = pending.collect()
@@ -188,6 +198,7 @@ class DraftWorker:
             return
         assert result.sampled is not None
         self.counts.append(1 + len(result.more))
+        self.results.append(result)
         for place, token in enumerate((result.sampled, *result.more)):
             if place or request.num_output_tokens:
                 request.num_computed_tokens += 1

@@ -28,12 +28,17 @@ TEMPERATURE = 0.8
 
 
 class MarkovModel:
-    """The next token depends on the last one alone; its layer for drafts is somewhat wrong."""
+    """The next token depends on the last one alone; its layer for drafts is somewhat wrong.
 
-    def __init__(self) -> None:
+    Or it drafts one token always.
+    """
+
+    def __init__(self, always: int | None = None) -> None:
         draw = torch.Generator().manual_seed(3)
         said = torch.randn(VOCAB, VOCAB, generator=draw)
         guessed = said + 0.7 * torch.randn(VOCAB, VOCAB, generator=draw)
+        if always is not None:
+            guessed[:, always] = 1e4
         self.logits = torch.cat((said, guessed))
 
     def forward(self, batch: ForwardBatch, kv_pool: KVPool) -> Tensor:
@@ -59,7 +64,16 @@ class MarkovModel:
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
 def test_a_hundred_thousand_samples_of_one_position_pass_chi_square(num_drafts: int) -> None:
-    model = MarkovModel()
+    check_distribution(MarkovModel(), num_drafts, least_accepted=0.3)
+
+
+def test_one_token_that_is_always_drafted_comes_no_more_often() -> None:
+    """Whoever accepts it where it is merely likely says it too often."""
+    likeliest = int(MarkovModel().distribution(PLACE + 1).argmax())
+    check_distribution(MarkovModel(always=likeliest), 1, least_accepted=0.05)
+
+
+def check_distribution(model: MarkovModel, num_drafts: int, *, least_accepted: float) -> None:
     static = StaticInputs(NUM_SEQS, 1, block_size=64, vocab_size=VOCAB, device="cpu")
     sampler = GraphSampler(VOCAB, NUM_SEQS, "cpu")
     pool = KVPool(1, 2, 64, KVSpec.shared(1), num_mtp_layers=1)
@@ -80,7 +94,9 @@ def test_a_hundred_thousand_samples_of_one_position_pass_chi_square(num_drafts: 
             is_first = False
         counts += np.bincount(tokens[:, PLACE + 1], minlength=VOCAB)
     assert counts.sum() == NUM_SEQS * NUM_RUNS
-    assert num_accepted > 0.3 * NUM_SEQS * NUM_RUNS, "drafts that are never right prove nothing"
+    assert num_accepted > least_accepted * NUM_SEQS * NUM_RUNS, (
+        "drafts that are never right prove nothing"
+    )
     expected = model.distribution(PLACE + 1).numpy() * NUM_SEQS * NUM_RUNS
     chi_square, degrees = float(((counts - expected) ** 2 / expected).sum()), VOCAB - 1
     # Its mean is `degrees`, its variance twice that; the seeds are fixed.
@@ -125,4 +141,4 @@ def _step(
     sample, _ = body.launch_sample(inputs, copies)
     copies.close()
     copies.wait()
-    return sample.all_host_ids.numpy(), sample.host_counts.numpy()
+    return sample.all_host_ids.numpy(), sample.host_counts[0].numpy()

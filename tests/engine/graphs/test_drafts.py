@@ -1,21 +1,24 @@
 """The tokens of steps with drafts are those of steps without, one by one, whoever drafts what."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from engine.boot.build import build_model
+from engine.draft_choices import DraftChoices
 from engine.model.spec import ServedModel
 from engine.request import Request
 from engine.sampling import graph_sampler
 from engine.sampling.inputs import SampledToken
 from runtime.sampling import SamplingParams
 from tests.engine.graphs.drafting import DraftWorker, SelfDrafting, draw_requests
-from tests.engine.graphs.test_masked_steps import constrain, follows
 from tests.engine.tiny import write_checkpoint
 
 NUM_REQUESTS = 10
@@ -64,6 +67,47 @@ def test_tokens_and_logprobs_are_those_without_drafts(
     assert_same(run(worker, seed, rests=misses == 3), expected)
     if misses == 0:
         assert worker.num_steps < max(map(len, expected))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("misses", [None, 0, 3])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_step_may_have_any_number_of_drafts_whatever_the_one_before_had(
+    model: ServedModel, seed: int, ahead: bool, misses: int | None
+) -> None:
+    """Also none, also behind a step that is not read; requests join and rest meanwhile."""
+    expected = run(DraftWorker(model, 0, ahead=False), seed)
+    draw = random.Random(100 + seed)
+    worker = DraftWorker(
+        model,
+        DraftChoices.up_to(3, max_rows=0),
+        ahead,
+        drafter=None if misses is None else SelfDrafting(model, misses),
+        choose=lambda: draw.randrange(4),
+    )
+    assert_same(run(worker, seed, rests=True), expected)
+    if misses == 0:
+        assert max(worker.counts) >= 3
+
+
+@pytest.mark.parametrize("off", range(1, 4))
+def test_the_layer_s_kv_has_no_gap_where_steps_had_no_drafts(model: ServedModel, off: int) -> None:
+    """It holds of every token what it would hold with drafts in every step."""
+
+    def kv_of(choose: Callable[[], int]) -> Tensor:
+        params = SamplingParams(temperature=0.0, max_tokens=24)
+        request = Request(request_id="a", prompt_token_ids=[5, 77, 12, 9], sampling=params)
+        choices = DraftChoices.up_to(2, max_rows=0)
+        worker = DraftWorker(model, choices, False, with_prompts=True, choose=choose)
+        worker.run([request])
+        pool = worker.pool
+        rows = pool.layer(pool.num_layers - 1)[request.block_table].flatten(0, 1)
+        return rows[: request.num_tokens - 2].clone()
+
+    draw = random.Random(off)
+    expected = kv_of(lambda: 2)
+    for choose in (lambda: 0, lambda: draw.choice([0, 0, 1, 2])):
+        torch.testing.assert_close(kv_of(choose), expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
@@ -141,23 +185,3 @@ def test_a_trained_layer_s_drafts_are_often_right_and_the_text_is_the_same(
     assert_same(worker.run(requests()), expected)
     counts = worker.counts[len(expected) :]
     assert sum(counts) > 1.3 * len(counts)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_constrained_request_has_one_token_a_step_and_the_others_theirs(
-    model: ServedModel, ahead: bool
-) -> None:
-    def requests() -> list[Request]:
-        drawn = draw_requests(4, 6, vocab_size=model.config.vocab_size)
-        for request in drawn:
-            request.sampling = replace(request.sampling, max_tokens=12, stop_token_ids=())
-        for request in drawn[::2]:
-            constrain(request)
-        return drawn
-
-    expected = DraftWorker(model, 0, ahead=False).run(requests())
-    worker = DraftWorker(model, 2, ahead, drafter=SelfDrafting(model))
-    drawn = requests()
-    assert_same(worker.run(drawn), expected)
-    assert all(follows(request.output_token_ids) for request in drawn[::2])
-    assert max(worker.counts) == 3

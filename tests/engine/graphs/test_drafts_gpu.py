@@ -1,11 +1,14 @@
 """On a GPU, captured steps with drafts do what the same work does when it is called."""
 
+from collections.abc import Callable
 from functools import cache
+from random import Random
 
 import pytest
 import torch
 
 from engine.boot.build import LoadFormat, build_model
+from engine.draft_choices import DraftChoices
 from engine.model.spec import ServedModel
 from tests.engine.graphs.drafting import DraftWorker, SelfDrafting, draw_requests
 from tests.engine.graphs.uneven_main import NARROW
@@ -25,7 +28,12 @@ def model_of(dtype: torch.dtype) -> ServedModel:
 
 
 def run(
-    dtype: torch.dtype, num_drafts: int, *, use_graphs: bool, misses: int | None = None
+    dtype: torch.dtype,
+    num_drafts: int | DraftChoices,
+    *,
+    use_graphs: bool,
+    misses: int | None = None,
+    choose: Callable[[], int | None] = lambda: None,
 ) -> tuple[list[list[int]], DraftWorker]:
     """Run drawn requests in overlap; their tokens."""
     model = model_of(dtype)
@@ -37,11 +45,17 @@ def run(
         max_model_len=256,
         use_graphs=use_graphs,
         drafter=None if misses is None else SelfDrafting(model, misses),
+        choose=choose,
     )
     requests = draw_requests(3, 10, vocab_size=NARROW.vocab_size, block_size=64)
     tokens = [[token.token_id for token in one] for one in worker.run(requests)]
     worker.graphs.close()
     return tokens, worker
+
+
+def verified_by(worker: DraftWorker) -> list[tuple[int, int]]:
+    """Of every request and step: drafts that were verified, and K."""
+    return [(result.num_verified, result.max_drafts) for result in worker.results]
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
@@ -52,8 +66,31 @@ def test_graphs_and_calls_agree(num_drafts: int, misses: int | None) -> None:
     replayed, after = run(torch.bfloat16, num_drafts, use_graphs=True, misses=misses)
     assert replayed == called
     assert after.counts == before.counts
+    assert verified_by(after) == verified_by(before)
     if misses:
         assert max(after.counts) == 1 + num_drafts
+        assert (num_drafts, num_drafts) in verified_by(after)
+
+
+@pytest.mark.parametrize("misses", [None, 3])
+def test_graphs_and_calls_agree_where_every_step_has_another_number(misses: int | None) -> None:
+    """Each of them another graph over the same buffers, launched behind one that is not read."""
+    choices = DraftChoices.up_to(3, max_rows=0)
+    both = []
+    for use_graphs in (False, True):
+        draw = Random(5)
+        both.append(
+            run(
+                torch.bfloat16,
+                choices,
+                use_graphs=use_graphs,
+                misses=misses,
+                choose=lambda draw=draw: draw.randrange(4),  # type: ignore[misc]
+            )
+        )
+    (called, before), (replayed, after) = both
+    assert replayed == called
+    assert after.counts == before.counts
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2, 3])

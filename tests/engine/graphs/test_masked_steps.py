@@ -41,7 +41,11 @@ class ChainGrammar:
     """What may follow depends on the token before; it never ends."""
 
     def __init__(self, last: int = 0) -> None:
-        self.last = last
+        self.taken = [last]
+
+    @property
+    def last(self) -> int:
+        return self.taken[-1]
 
     def may_follow(self, token_id: int) -> bool:
         return (token_id * 5 + self.last) % 3 == 1
@@ -49,8 +53,11 @@ class ChainGrammar:
     def accept(self, token_id: int) -> bool:
         if not self.may_follow(token_id):
             return False
-        self.last = token_id
+        self.taken.append(token_id)
         return True
+
+    def roll_back(self, num_tokens: int) -> None:
+        del self.taken[len(self.taken) - num_tokens :]
 
     def fill(self, words: Int32Array) -> None:
         bits = (np.arange(32 * len(words)) * 5 + self.last) % 3 == 1
@@ -128,7 +135,7 @@ class Log:
             graphs._heads[key] = Noted(head.replay, "head", self.lines)
         read = PendingStep.read_tokens
 
-        def noted(step: PendingStep) -> dict[int, int]:
+        def noted(step: PendingStep) -> dict[int, list[int]]:
             self.lines.append("read")
             return read(step)
 

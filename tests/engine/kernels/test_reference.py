@@ -125,6 +125,19 @@ def test_padding_chooses_no_expert(num_rows: int) -> None:
     assert weights.equal(plain_weights)
 
 
+@pytest.mark.parametrize("num_rows", [None, -3, 0, 2, 9])
+def test_choices_are_counted_without_padding(num_rows: int | None) -> None:
+    rule = RoutingRule(
+        top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5
+    )
+    logits, bias = _randn(0, 5, 8), _randn(1, 8)
+    count = None if num_rows is None else torch.tensor([num_rows])
+    load = torch.arange(9)
+    ids, _ = GROUP_LIMITED_TOPK.reference(logits, bias, rule, count, load)
+    chosen = ids[ids >= 0].bincount(minlength=8)
+    assert load[:-1].equal(torch.arange(8) + chosen)
+
+
 def test_weights_without_normalisation_are_scores() -> None:
     logits = _randn(0, 3, 4)
     ids, weights = GROUP_LIMITED_TOPK.reference(

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from engine.config import DeepseekV3Config
+from engine.experts.placement import ExpertPlacement
 from engine.layers.context import LayerContext
 from engine.layers.moe import Experts, MoE, create_expert_dispatcher
 from engine.layers.norm import Normed
 from engine.operations import run
-from engine.parallel.expert_placement import ExpertPlacement
 from tests.engine.layers.test_linear import fill
 from tests.engine.parallel.fake_ranks import rank_context
 from tests.engine.tiny import tiny_config
@@ -29,7 +29,8 @@ def build(
     placement: ExpertPlacement = IDENTITY,
 ) -> MoE:
     ctx = ctx or LayerContext()
-    moe = MoE(config, ctx, placement, create_expert_dispatcher(config, ctx, placement))
+    slots = placement.num_physical_experts
+    moe = MoE(config, ctx, placement, create_expert_dispatcher(config, ctx, slots))
     return load(moe, tensors)
 
 

@@ -10,8 +10,9 @@ from engine.attention.attention_rule import AttentionRule
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
 from engine.config import DeepseekV3Config
+from engine.experts.placements import ExpertPlacements
+from engine.layers.moe import Experts
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.weights.dummy import fill_with_dummy_weights
 from engine.weights.loader import load_weights
 from tests.engine.tiny import random_tensors, tiny_config, write_checkpoint
@@ -107,11 +108,34 @@ def test_both_forms_of_attention_agree(checkpoint: Path, cost: float) -> None:
 
 def test_redundant_experts_change_nothing(checkpoint: Path) -> None:
     config = DeepseekV3Config.from_dir(checkpoint)
-    placement = ExpertPlacement.from_physical([7, 6, 5, 4, 3, 2, 1, 0, 3, 3], 8)
-    model = DeepseekV3ForCausalLM(config, placement=placement)
+    table = [[7, 6, 5, 4, 3, 2, 1, 0, 3, 3], [0, 1, 2, 3, 4, 5, 6, 7, 7, 0]]
+    layers = config.expert_layers()
+    assert len(layers) == len(table)
+    placements = ExpertPlacements(table, 8, first_layer=layers.start)
+    model = DeepseekV3ForCausalLM(config, placements=placements)
     load_weights(model, checkpoint)
     expected = logits_of(build_model(checkpoint))
     torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_drafts_have_a_placement_of_their_own(checkpoint: Path) -> None:
+    config = DeepseekV3Config.from_dir(checkpoint)
+    layers = config.expert_layers(with_mtp=True)
+    assert layers.stop == config.num_hidden_layers + 1
+    in_order = tuple(range(8))
+    placements = ExpertPlacements(
+        [*[in_order] * (len(layers) - 1), in_order[::-1]], 8, first_layer=layers.start
+    )
+    moved = build_model(checkpoint, with_mtp=True, placements=placements)
+    plain = build_model(checkpoint, with_mtp=True)
+    for name, turned in (("model.layers.2", False), ("model.layers.3", True)):
+        experts, reference = (
+            model.get_submodule(f"{name}.mlp.experts") for model in (moved, plain)
+        )
+        assert isinstance(experts, Experts)
+        assert isinstance(reference, Experts)
+        expected = reference.w13.flip(0) if turned else reference.w13
+        assert torch.equal(experts.w13, expected), name
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:

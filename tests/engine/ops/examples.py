@@ -175,6 +175,7 @@ EXAMPLES: dict[AnyOp, Example] = {
                 draw.numbers(16, dtype=torch.float32) * 0.1,
                 RULE,
                 torch.tensor([NUM_TOKENS - 1], device=draw.device),
+                torch.zeros(17, dtype=torch.int64, device=draw.device),
             ),
             {},
         )

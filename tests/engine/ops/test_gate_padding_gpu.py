@@ -39,6 +39,9 @@ def test_rows_beyond_those_of_requests_choose_nothing(num_rows: int, num_parts: 
     assert weights.equal(plain_weights)
     expected, _ = GROUP_LIMITED_TOPK.reference(parts.sum(0), bias, RULE, count)
     assert ids.sort().values.equal(expected.sort().values)
+    told_ids, told_weights = module.group_limited_topk(parts, bias, RULE, max(num_rows, 0))
+    assert told_ids.equal(ids), "the same where the host knows the number"
+    assert told_weights.equal(weights)
 
 
 def test_what_a_step_holds_may_change_between_two_replays() -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import engine.ops
-from bench.bounds import H200
 from bench.stage_timer import StageTimer, TimerMode
+from engine.data_sheets import H200
 from engine.kernels.portable import portable_kernels
 from engine.ops.norm import ADD_RMS_NORM, RMS_NORM
 from engine.ops.op import AnyOp, Op, Ops, Target, Work, late, moved_bytes

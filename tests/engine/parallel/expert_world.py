@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.experts.placement import ExpertPlacement
 from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.reference import quantize_rows
-from engine.parallel.expert_placement import ExpertPlacement
 
 HIDDEN, TOP_K = 128, 8
 WORST_ERROR = 0.03

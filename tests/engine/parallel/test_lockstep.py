@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import ceil
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.experts.votes import PlacementMismatchError, Verdict, Vote, Word
 from engine.parallel.groups import RankGroup, agree_on_epoch
 from engine.parallel.lockstep import (
     GROUP_IDLE_WAIT_S,
@@ -113,3 +115,55 @@ def test_the_epoch_is_rank_zeros() -> None:
     assert len(set(epochs)) == 1
     assert 0 < epochs[0] < 2**63
     assert agree_on_epoch(RankGroup()) != agree_on_epoch(RankGroup())
+
+
+def test_words_of_experts_ride_along() -> None:
+    far = 2**63 - 1  # whatever a placement is called
+    ready = [RankState(num_tokens=0, experts=Word(far, 5, Vote.READY))] * 3
+    assert {state.experts for state in exchange(ready, [1] * 3)} == {Verdict.GO}
+    waiting = [*ready[1:], RankState(num_tokens=0, experts=Word(far, 5, Vote.WAIT))]
+    assert {state.experts for state in exchange(waiting, [1] * 3)} == {Verdict.WAIT}
+    failed = [*waiting[1:], RankState(num_tokens=4, experts=Word(far, 5, Vote.FAILED))]
+    assert {state.experts for state in exchange(failed, [1] * 3)} == {Verdict.RETREAT}
+    assert SoloLockstep().exchange(ready[0]).experts is Verdict.GO
+
+
+def test_no_step_of_ranks_whose_experts_stand_unlike() -> None:
+    states = [RankState(num_tokens=1, experts=Word(placement)) for placement in (3, 3, 4)]
+    with pytest.raises(PlacementMismatchError, match="rank 2"):
+        exchange(states, [1] * 3)
+
+
+@dataclass
+class Rider:
+    """Says two numbers, and notes what it hears."""
+
+    own: int
+    width: int = 2
+    heard: list[tuple[list[list[int]], int]] = field(default_factory=list)
+
+    def say(self) -> list[int]:
+        return [self.own, 2**62]
+
+    def hear(self, rows: Sequence[Sequence[int]], most_requests: int) -> None:
+        self.heard.append(([list(row) for row in rows], most_requests))
+
+
+def test_what_rides_along_is_heard_by_all_in_the_order_of_ranks() -> None:
+    riders, groups = [Rider(5), Rider(6), Rider(7)], thread_groups(3)
+    with ThreadPoolExecutor(3) as threads:
+        states = threads.map(
+            lambda group, rider: GroupLockstep(group, 7, rider=rider).exchange(
+                RankState(num_tokens=rider.own)
+            ),
+            groups,
+            riders,
+        )
+    assert [state.max_num_tokens for state in states] == [7, 7, 7]
+    assert [rider.heard for rider in riders] == [[([[own, 2**62] for own in (5, 6, 7)], 7)]] * 3
+
+
+def test_a_rank_alone_hears_itself() -> None:
+    rider = Rider(3)
+    create_lockstep(RankGroup(), 5, rider=rider).exchange(RankState(num_tokens=0))
+    assert rider.heard == [([[3, 2**62]], 0)]

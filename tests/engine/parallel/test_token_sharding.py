@@ -62,7 +62,18 @@ def test_rows_that_are_no_padding_are_counted_by_rank(
         count = sharding.count(torch.tensor([num_rows]), num_tokens)
         assert count is not None
         assert own.tolist() == [row < int(count) for row in range(len(own))]
-        assert sharding.count(None, num_tokens) is None
+
+
+@given(num_tokens=st.integers(0, 40), size=st.integers(1, 8))
+def test_the_host_knows_which_rows_fill_up_the_shares(num_tokens: int, size: int) -> None:
+    for rank in range(size):
+        sharding = ScatteredTokens(ScriptedGroup(rank, size))
+        own = sharding.take(torch.ones(num_tokens, dtype=torch.bool))
+        count = sharding.count(None, num_tokens)
+        assert not isinstance(count, Tensor)
+        assert (count is None) == own.all()
+        assert own.sum() == (len(own) if count is None else count)
+    assert ReplicatedTokens(RankGroup()).count(None, num_tokens) is None
 
 
 def test_one_rank_keeps_what_it_has() -> None:

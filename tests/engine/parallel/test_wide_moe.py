@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.config import DeepseekV3Config
+from engine.experts.balance import balance_experts
+from engine.experts.placement import ExpertPlacement
 from engine.kernels.portable import portable_kernels
 from engine.kernels.reference import quantize_rows
 from engine.layers.context import LayerContext
@@ -21,8 +23,6 @@ from engine.parallel.deep_ep_buffers import LowLatencyBuffer, NormalBuffer, Norm
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
 from engine.parallel.deep_ep_normal_dispatcher import DeepEPNormalDispatcher
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
-from engine.parallel.expert_balance import balance_experts
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.weights.fp8 import quantize_block
@@ -62,7 +62,7 @@ def alone() -> MoE:
     generator = torch.Generator().manual_seed(5)
     ctx = context(ProcessGroups())
     placement = ExpertPlacement.identity(NUM_EXPERTS)
-    layer = MoE(CONFIG, ctx, placement, create_expert_dispatcher(CONFIG, ctx, placement))
+    layer = MoE(CONFIG, ctx, placement, create_expert_dispatcher(CONFIG, ctx, NUM_EXPERTS))
     for module in layer.modules():
         weight, scale = getattr(module, "weight", None), getattr(module, "scale", None)
         if weight is not None and scale is not None:

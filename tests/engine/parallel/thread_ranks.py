@@ -6,7 +6,7 @@ that takes another order than the others fails a test instead of hanging it.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -79,6 +79,32 @@ class ThreadGroup(RankGroup):
         number = self.meetings.leave("group", self.rank, f"gather {x.shape}", x.clone())
         return Deferred(lambda: torch.cat(self.meetings.collect("group", number)))
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        return tensor.copy_(
+            self.meetings.exchange("group", self.rank, f"broadcast {tensor.shape}", tensor.clone())[
+                0
+            ]
+        )
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending[Tensor]:
+        number = self.meetings.leave("group", self.rank, f"sum {tensor.shape}", tensor.clone())
+        return Deferred(
+            lambda: tensor.copy_(torch.stack(self.meetings.collect("group", number)).sum(0))
+        )
+
+    def start_all_to_all(
+        self, rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int]
+    ) -> Pending[Tensor]:
+        parts = rows.clone().split(list(num_sent))
+        number = self.meetings.leave("group", self.rank, "exchange", parts)
+
+        def collect() -> Tensor:
+            mine = [parts[self.rank] for parts in self.meetings.collect("group", number)]
+            assert [len(part) for part in mine] == list(num_received)
+            return torch.cat(mine)
+
+        return Deferred(collect)
+
     def start_reduce_scatter(self, x_TD: Tensor) -> Pending[Tensor]:
         assert x_TD.shape[0] % self.size == 0
         parts = x_TD.clone().tensor_split(self.size)
@@ -96,6 +122,14 @@ def thread_groups(rank: int, meetings: Meetings) -> ProcessGroups:
     size = meetings.num_ranks
     group = ThreadGroup(rank=rank, size=size, meetings=meetings)
     return ProcessGroups(dims=ParallelDims(dp=size, ep=size, rank=rank), ep_group=group)
+
+
+def thread_head_groups(rank: int, meetings: Meetings) -> ProcessGroups:
+    """Return the axes of a rank that splits heads with the others, and shares experts with them."""
+    size = meetings.num_ranks
+    group = ThreadGroup(rank=rank, size=size, meetings=meetings)
+    dims = ParallelDims(tp=size, ep=size, rank=rank)
+    return ProcessGroups(dims=dims, tp_group=group, ep_group=group)
 
 
 def run_ranks(num_ranks: int, body: Callable[[int, Meetings], T]) -> list[T]:

@@ -3,9 +3,9 @@
 import torch
 
 from engine.config import DeepseekV3Config
+from engine.experts.placements import ExpertPlacements
 from engine.layers.moe import Experts
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.expert_placement import ExpertPlacement
 from engine.weights.dummy import fill_with_dummy_weights
 from tests.engine.parallel.fake_ranks import rank_context
 from tests.engine.tiny import tiny_config
@@ -29,8 +29,9 @@ def test_shards_are_parts_of_the_same_model() -> None:
 
 
 def test_replicas_are_alike() -> None:
-    placement = ExpertPlacement.from_physical([0, 1, 2, 3, 4, 5, 6, 7, 2, 2], 8)
-    model = DeepseekV3ForCausalLM(CONFIG, placement=placement)
+    layers = CONFIG.expert_layers()
+    placements = ExpertPlacements.alike([0, 1, 2, 3, 4, 5, 6, 7, 2, 2], 8, layers=layers)
+    model = DeepseekV3ForCausalLM(CONFIG, placements=placements)
     calls: list[tuple[int, int]] = []
     fill_with_dummy_weights(model, progress=lambda *call: calls.append(call))
     experts = model.get_submodule("model.layers.1.mlp.experts")

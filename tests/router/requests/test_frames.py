@@ -186,9 +186,11 @@ class Sink:
         self.next_index: int | None = 3
 
     def on_token(self, index: int, token_id: int, now: float) -> None:
-        self.on_tokens(index, [token_id], now)
+        self.on_tokens(index, [token_id], now, 0)
 
-    def on_tokens(self, start_index: int, token_ids: list[int], now: float) -> None:
+    def on_tokens(
+        self, start_index: int, token_ids: list[int], now: float, num_drafts: int
+    ) -> None:
         if self.is_bad:
             raise ZeroDivisionError
         self.tokens.append((start_index, token_ids))

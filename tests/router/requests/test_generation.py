@@ -57,7 +57,7 @@ def test_no_token_overtakes_another(steps: list[str]) -> None:
                 generation.hand_over_token(index, float(index))
                 assert generation.timings.last_token == float(index)
             elif step == "pair":
-                generation.hand_over_tokens([index, index + 1], float(index))
+                generation.hand_over_tokens([index, index + 1], float(index), 1)
             elif step == "tokens":
                 generation.hand_over([index, index + 1], [], None)
             elif step == "take":

@@ -81,7 +81,7 @@ class Workers:
         elif len(token_ids) == 1:
             self.sink.on_token(self.sent, token_ids[0], 1.0)
         else:
-            self.sink.on_tokens(self.sent, list(token_ids), 1.0)
+            self.sink.on_tokens(self.sent, list(token_ids), 1.0, 0)
         self.sent = end
         self.max_sent = max(self.max_sent, end)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from deploy.checks import free_port
+from deploy.ports import free_port
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ModelSection, RouterSection
 from runtime.config_file import dump_config

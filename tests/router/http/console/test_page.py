@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from bench.ranks.played import Fault, play
 from router.keys.file import add_to_file, remove_from_file
 from router.keys.record import KeyRecord, Right, hash_key, new_key
-from tests.router.conftest import Cluster, StartRouter
+from router.pool.members import WorkerKey
+from runtime.pb import registry_pb2
+from runtime.rank_picture import block_to_proto
+from tests.router.conftest import MODEL, Cluster, StartRouter
 from tests.router.fakes import FakeDecode
 from tests.router.http.console.browser import Tab, chromium, open_tab
 from tests.router.http.console.crowd import Crowd, ask
+from tests.router.pool.test_rank_watch import blocks_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,6 +75,41 @@ async def test_few_workers_are_a_table_that_follows_the_pool(cluster: Cluster, t
     await tab.until("document.querySelector('#counts').textContent.includes('1 draining')")
     assert "draining" in await text_of(tab, "#events ol")
     assert await boxes(tab) == before, "nothing has moved"
+
+
+async def test_drafts_of_decode_ranks_are_a_panel_where_there_are_any(
+    start_router: StartRouter, tab: Tab
+) -> None:
+    """Accept length, acceptance by position, drafts a second and the budget, as renewals come."""
+    cluster = await start_router(lease_ttl_s=0.6)
+    await cluster.add_pair()
+    await open_page(tab, cluster, 2)
+    hidden = "document.querySelector('#drafts').hidden"
+    assert await tab.evaluate(hidden)
+    numbers = itertools.count(1)
+
+    def report() -> registry_pb2.WorkerLoad:
+        num = next(numbers)
+        drafts = registry_pb2.DraftCounts(
+            num_verifications=100 * num,
+            verified=[100 * num, 50 * num, 0],
+            accepted=[80 * num, 20 * num, 0],
+            budget=2,
+        )
+        return registry_pb2.WorkerLoad(drafts=drafts)
+
+    drafting = FakeDecode("decode-1", MODEL, cluster.script, report=report)
+    cluster.decodes.append(drafting)
+    await drafting.start(cluster.control)
+    await tab.until(f"!{hidden}")
+    await tab.until("document.querySelector('#drafts tbody').textContent.includes('2.00')")
+    row = "[...document.querySelectorAll('#drafts tbody tr:not([hidden])')]"
+    rows = await tab.evaluate(f"{row}.map((one) => [...one.cells].map((cell) => cell.textContent))")
+    ((name, length, shares, rate, budget),) = rows
+    assert (name, length, shares, budget) == ("decode-1/0", "2.00", "80 %, 40 %", "2")
+    assert float(rate.replace(" ", "").rstrip("k")) > 0
+    await tab.evaluate(f"{row}[0].click()")
+    await tab.until("document.querySelector('#drawer-body').textContent.includes('accept length')")
 
 
 async def test_keys_move_choose_open_filter_and_close(cluster: Cluster, tab: Tab) -> None:
@@ -218,3 +259,26 @@ async def test_a_browser_signs_in_looks_and_signs_out(
     # The browser itself says what was answered 401.
     assert all("401" in complaint for complaint in tab.complaints)
     tab.complaints.clear()
+
+
+async def test_a_map_shows_who_waits_for_whom_and_what_is_slow(cluster: Cluster, tab: Tab) -> None:
+    await open_page(tab, cluster, 2)
+    assert await tab.evaluate("document.querySelector('#ranks').hidden")
+    (window,) = play(1, 4, Fault(ranks=(2,), attention=1.5), seed=3)
+    keys = [WorkerKey("decode-0", cluster.decode.identity.epoch, rank) for rank in range(4)]
+    for key in keys:
+        blocks = [block_to_proto(block) for block in blocks_of(window, key.rank)]
+        cluster.ranks.heard(key, 4, blocks)
+    await cluster.add_decode("decode-1")  # whatever changes, the page is told of the ranks, too
+    await tab.until("!document.querySelector('#ranks').hidden")
+    assert await tab.evaluate("document.querySelectorAll('#heat i').length") == 16
+    share = "Number(document.querySelectorAll('#heat i')[{}].style.getPropertyValue('--v'))"
+    slow, usual = [await tab.evaluate(share.format(at)) for at in (2, 1)]  # of rank 0
+    assert slow > 2 * usual > 0
+    assert "1 rank or links slow" in await text_of(tab, "#ranks-note")
+    assert "slow_sender: rank 2" in await text_of(tab, "#findings")
+    await tab.evaluate(
+        "document.querySelectorAll('#heat i')[2].dispatchEvent("
+        "new MouseEvent('mouseover', {bubbles: true}))"
+    )
+    assert "rank 0 waits" in await text_of(tab, "#ranks-at")

@@ -16,7 +16,7 @@ from router.http.console.part import Event, Part, PartFolder, Point, part_from_j
 from router.http.console.rates import RateMeter
 from router.http.console.snapshot import merge, picture_of
 from router.pool.journal import LostWorker
-from router.pool.members import Member, WorkerLoad
+from router.pool.members import DraftTotals, Member, WorkerLoad
 from tests.router.routing.pools import decode, prefill
 
 
@@ -69,6 +69,32 @@ class TestRates:
         self.meter.observe([decode(0, load=report(1.0, 0, prefill_0=500))], 0.0)
         self.meter.observe([decode(0, load=report(3.0, 0, prefill_0=20, prefill_1=80))], 2.0)
         assert self.meter.rates(decode(0).key, 2.0).received == {"prefill-1/0": 40.0}
+
+    def test_drafts_are_those_of_the_last_seconds(self) -> None:
+        def load(clock_s: float, *counts: int) -> WorkerLoad:
+            verifications, *verified, right = counts
+            drafts = DraftTotals(
+                num_verifications=verifications,
+                verified=(*verified, 0),
+                accepted=(right, right // 2, 0),
+                budget=2,
+            )
+            return replace(report(clock_s), drafts=drafts)
+
+        self.see(0.0, load(100.0, 1000, 1000, 1000, 0))
+        self.see(2.0, load(102.0, 1100, 1100, 1050, 80))
+        found = self.meter.rates(decode(0).key, 2.0).drafts
+        assert found.drafts == pytest.approx(75.0)
+        assert found.accept_length == pytest.approx(2.2)
+        assert found.acceptance == pytest.approx((0.8, 0.8))
+
+    def test_a_first_report_of_drafts_has_none_before_it(self) -> None:
+        totals = DraftTotals(num_verifications=10, verified=(10,), accepted=(5,), budget=1)
+        self.see(0.0, report(100.0))
+        self.see(2.0, replace(report(102.0), drafts=totals))
+        assert self.meter.rates(decode(0).key, 2.0).drafts.accept_length == 1.5
+        self.see(4.0, replace(report(110.0), drafts=totals))
+        assert self.meter.rates(decode(0).key, 4.0).drafts.accept_length is None
 
     def test_a_worker_that_tells_no_clock_has_no_rate(self) -> None:
         self.see(0.0, report(0.0, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from router.text.grammar import compilers
 from router.text.grammar.compilers import Compilers
 from router.text.grammar.forms import by_rules, json_of, matching
 from router.text.tokenizer import Tokenizer
+from runtime.errors import InternalError
 
 SIMPLE = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -37,6 +38,28 @@ async def test_nothing_is_started_before_it_is_asked_for(made: Compilers) -> Non
     (grammar,) = await made.compile([json_of(SIMPLE, "field")], param="field")
     assert "rules" in grammar
     assert made.process_id is not None
+
+
+async def test_a_process_that_does_not_start_is_told_with_its_end(tmp_path: Path) -> None:
+    made = Compilers(tmp_path / "no model", 100)
+    with pytest.raises(InternalError, match="does not start: it ended with status 1"):
+        await made.compile([matching("[a-z]")], param="field")
+    assert made.process_id is None
+
+
+async def test_a_process_that_crashes_at_its_start_is_started_once_more(
+    made: Compilers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashed = tmp_path / "crashed"
+    crash = f"""[ -e {crashed} ] && exec "$@"; touch {crashed}; kill -SEGV $$"""
+
+    def crashing_once(command: Sequence[str]) -> tuple[str, ...]:
+        return ("sh", "-c", crash, "sh", *command)
+
+    monkeypatch.setattr(compilers, "dying_with_us", crashing_once)
+    (grammar,) = await made.compile([matching("[a-z]")], param="field")
+    assert "rules" in grammar
+    assert crashed.exists()
 
 
 async def test_a_fault_is_told_with_its_place(made: Compilers) -> None:

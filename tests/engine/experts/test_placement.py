@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.expert_placement import ExpertPlacement
+from engine.experts.placement import ExpertPlacement
 
 SLOTS = st.lists(st.integers(0, 5), max_size=10).flatmap(
     lambda extra: st.permutations([*range(6), *extra])

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.expert_balance import balance_experts
-from engine.parallel.expert_placement import ExpertPlacement
+from engine.experts.balance import balance_experts
+from engine.experts.placement import ExpertPlacement
 from runtime.errors import ConfigError
 
 

@@ -16,7 +16,36 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from bench.bounds import H200, H200_REACHED, Hardware
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Rates of one GPU.
+
+    Attributes:
+        name: for reports.
+        fp8: operations per second of dense products in FP8.
+        attention: operations per second of attention in bfloat16.
+        memory: bytes per second.
+        link: bytes per second that the GPU sends to others of its host.
+    """
+
+    name: str
+    fp8: float
+    attention: float
+    memory: float
+    link: float
+
+
+H200: Final = Hardware(
+    name="H200 data sheet", fp8=1979e12, attention=989e12, memory=4.8e12, link=450e9
+)
+H200_REACHED: Final = Hardware(
+    name="H200 as reached by published kernels",
+    fp8=0.7 * 1979e12,
+    attention=660e12,
+    memory=4.3e12,
+    link=390e9,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from bench.bounds import H200, H200_REACHED
-from bench.engine.data_sheets import SHEETS, describe_sheet, find_sheet
+from engine.data_sheets import H200, H200_REACHED, SHEETS, describe_sheet, find_sheet
 
 
 def test_the_name_of_the_device_decides() -> None:

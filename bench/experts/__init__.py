@@ -1,0 +1,1 @@
+"""Plans of experts on synthetic skew: what they reach, and how long they take to make."""

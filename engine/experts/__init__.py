@@ -1,0 +1,1 @@
+"""Experts: in which slots they stand, and why there."""

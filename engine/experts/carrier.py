@@ -1,0 +1,43 @@
+"""What brings the bytes of one expert from a rank's outbox to another rank's inbox.
+
+The border between moving experts, which is the same everywhere, and what the ranks have between
+them: memory of a peer that is mapped here (`engine.parallel.nvlink.expert_carrier`), or a library
+that writes into registered memory, which workers bring along (`worker.expert_transport`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Carrier(Protocol):
+    """One rank's. Called on the engine loop's thread between two steps, and never waits."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nothing of before the latest `recover` can land any more, here or from here.
+
+        Raises:
+            TandemError: it will not become ready again.
+        """
+        ...
+
+    def send(self, rank: int) -> None:
+        """Start to copy the outbox to the inbox of another rank; the sending before is over."""
+        ...
+
+    def is_sent(self) -> bool:
+        """Whether the bytes of the latest sending are in the peer's memory.
+
+        Raises:
+            TandemError: they are not, and will not be.
+        """
+        ...
+
+    def recover(self) -> None:
+        """Give up what is under way; all ranks call in the same turn, and ask `is_ready` then."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds; all ranks call, after the last step."""
+        ...

@@ -1,0 +1,298 @@
+"""What to do about unbalanced experts: a target placement, the moves to it and what they bring.
+
+A plan is data: the planner says what it expects in *time*, and refuses what does not pay; who moves
+experts follows its rounds one by one. Pure, on the host.
+
+Each layer chooses for itself among standing still, a few moves from where it stands
+(`engine.experts.rearrange`) and, where that does not even it, placements computed afresh
+(`engine.experts.balance`): whichever saves most time over the passes that the load is expected to
+last, less the time that the moves take. So no layer becomes slower, by the model; and what all of
+them save must be worth a plan.
+
+Letters in shapes: N rows of a window, L MoE layers, E logical experts, P physical slots, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from engine.experts.affinity import join_pairs
+from engine.experts.balance import balance_layers
+from engine.experts.balancedness import Balancedness, balancedness_of, copies_of, rank_rows
+from engine.experts.moves import order_moves
+from engine.experts.rearrange import keep_slots, rearrange
+from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from engine.experts.moves import Round
+    from engine.experts.time_model import TimeModel
+    from engine.experts.trace import ExpertTrace
+
+_SAMPLED_ROWS: Final = 12
+"""Of a window, by which placements are compared: enough for the mean pass of all layers."""
+_POINTS: Final = 4
+"""In time, that a placement computed afresh evens out together."""
+_GOOD_ENOUGH: Final = 0.97
+"""Balancedness of a layer's sums that no fresh placement is computed beyond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What the model says that a plan brings and costs.
+
+    Attributes:
+        gain: throughput after over throughput before, less 1; 0.15 is +15 %.
+        num_bytes: of weights and scales that are copied between ranks.
+        num_moves: experts that come to another slot.
+        num_rounds: steps that flip a map, at least: one staged expert per rank and round.
+        balancedness_before: of the placement now, in rows (`engine.experts.balancedness`).
+        balancedness_after: of the target.
+        worst_layer_before: the least balancedness of one layer now.
+        worst_layer_after: of the target.
+    """
+
+    gain: float
+    num_bytes: int
+    num_moves: int
+    num_rounds: int
+    balancedness_before: float
+    balancedness_after: float
+    worst_layer_before: float
+    worst_layer_after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Plan:
+    """A placement to go to, or why there is none.
+
+    Attributes:
+        target_LP: int64, the logical expert of every slot behind the last round; slot p belongs to
+            rank p // (P / R). A row is what `ExpertPlacement.from_physical` takes. The placement
+            of now where `refusal` says something.
+        rounds: the way there, in order: each is staged (at most one expert for each receiving
+            rank) and flipped at one step on all ranks. Between rounds every expert has a slot.
+            One may stop behind any round. Empty where nothing is to be moved.
+        expectation: what the plan brings; of a refused one, what it would have brought.
+        refusal: why nothing is to be moved, with figures; empty where the plan pays.
+    """
+
+    target_LP: NDArray[np.int64]
+    rounds: tuple[Round, ...]
+    expectation: Expectation
+    refusal: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """When a plan pays.
+
+    Attributes:
+        horizon_passes: for how many passes the window's load is expected to last. Hot experts stay
+            for hundreds of steps and change with the text (TensorRT-LLM's technical blog 4).
+        min_gain: throughput that all moves together must bring; 0.01 is +1 %.
+    """
+
+    horizon_passes: int = 2000
+    min_gain: float = 0.01
+
+
+def plan_placement(
+    window: ExpertTrace,
+    current_LP: NDArray[np.int64],
+    *,
+    num_ranks: int,
+    num_hosts: int = 1,
+    model: TimeModel,
+    terms: Terms | None = None,
+) -> Plan:
+    """Plan from a window of load, or say why not.
+
+    Args:
+        window: what the gate chose lately. Its own ranks and hosts do not matter.
+        current_LP: int64, the logical expert of every slot of every layer now.
+        num_ranks: R, of which each holds P / R slots.
+        num_hosts: neighbouring ranks share a host.
+        model: seconds of a pass's parts, by which everything is weighed.
+        terms: when it pays; None for the defaults.
+
+    Raises:
+        ConfigError: placement and window are of different layers or experts, or sizes do not
+            divide one another.
+    """
+    _check(window, current_LP, num_ranks, num_hosts)
+    terms = terms or Terms()
+    sample_NLE = window.counts_NLE[:: max(window.num_rows // _SAMPLED_ROWS, 1)]
+    seconds_L = partial(
+        model.layer_seconds,
+        sample_NLE,
+        num_ranks=num_ranks,
+        num_hosts=num_hosts,
+        passes_per_row=window.passes_per_row,
+        coactivation_LEE=window.coactivation_LEE,
+    )
+    each_move = model.s_per_network_move if num_hosts > 1 else model.s_per_link_move
+    # Ranks receive side by side, so a layer's moves take the time of one rank's share of them.
+    s_per_move = each_move / num_ranks / terms.horizon_passes
+    candidates = _candidates(window, current_LP, num_ranks, num_hosts)
+    chosen_LP, saved_L = _choose(current_LP, candidates, seconds_L, s_per_move)
+    moves_L = (chosen_LP != current_LP).sum(axis=1)
+    # What saves most for each move comes first: one may stop behind any round.
+    order = np.argsort(-saved_L / np.maximum(moves_L, 1), kind="stable")
+    target_LP, rounds = order_moves(
+        current_LP, chosen_LP, num_ranks=num_ranks, layers=[int(i) for i in order if moves_L[i]]
+    )
+    before, after = (
+        balancedness_of(rank_rows(sample_NLE, placed_LP, num_ranks))
+        for placed_LP in (current_LP, target_LP)
+    )
+    then_s, now_s = float(seconds_L(target_LP).sum()), float(seconds_L(current_LP).sum())
+    gain = _gain(now_s, then_s, model.other_s_per_pass)
+    expectation = _expect(gain, rounds, window.expert_bytes, before, after)
+    refusal = _refusal(expectation, terms)
+    return Plan(
+        target_LP=current_LP if refusal else target_LP,
+        rounds=() if refusal else rounds,
+        expectation=expectation,
+        refusal=refusal,
+    )
+
+
+def _candidates(
+    window: ExpertTrace, current_LP: NDArray[np.int64], num_ranks: int, num_hosts: int
+) -> list[NDArray[np.int64]]:
+    """Placements of all layers that may be better, those of few moves first."""
+    load_LE = window.counts_NLE.sum(axis=0).astype(np.float64)
+    few_LP = rearrange(current_LP, load_LE, num_ranks=num_ranks)
+    found = [few_LP]
+    pairs_LEE = window.coactivation_LEE
+    if num_hosts > 1 and pairs_LEE is not None:
+        found.append(
+            join_pairs(few_LP, load_LE, pairs_LEE, num_ranks=num_ranks, num_hosts=num_hosts)
+        )
+    rows_LR = rank_rows(load_LE[None], few_LP, num_ranks)[0]
+    even_L = rows_LR.mean(axis=1) >= _GOOD_ENOUGH * rows_LR.max(axis=1)
+    # Hosts are worth whole groups of experts even where ranks are even.
+    forms = [(1, 1)] if num_hosts == 1 else [(1, 1), (window.num_groups, num_hosts)]
+    for groups, hosts in forms:
+        layers = np.flatnonzero(~even_L) if hosts == 1 else np.arange(len(even_L))
+        if not len(layers) or (hosts > 1 and groups % hosts):
+            continue
+        parts = np.array_split(window.counts_NLE[:, layers], min(_POINTS, window.num_rows))
+        points_TLE = np.stack([part.sum(axis=0) for part in parts]).astype(np.float64)
+        fresh_LP = balance_layers(
+            points_TLE,
+            num_slots=current_LP.shape[1],
+            num_ranks=num_ranks,
+            num_groups=groups,
+            num_hosts=hosts,
+        )
+        kept_LP = keep_slots(
+            current_LP[layers], fresh_LP, num_ranks=num_ranks, num_hosts=1 if hosts == 1 else hosts
+        )
+        whole_LP = few_LP.copy()
+        whole_LP[layers] = kept_LP
+        found.append(whole_LP)
+    return found
+
+
+def _choose(
+    current_LP: NDArray[np.int64],
+    candidates: Sequence[NDArray[np.int64]],
+    seconds_L: Callable[[NDArray[np.int64]], NDArray[np.float64]],
+    s_per_move: float,
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """For each layer what saves most of a pass, less its moves; standing still saves nothing.
+
+    Returns:
+        The placement, and [L] the seconds that it saves of each pass of the horizon.
+    """
+    now_L = seconds_L(current_LP)
+    chosen_LP, best_L = current_LP, np.zeros(len(now_L))
+    for candidate_LP in candidates:
+        moves_L = (candidate_LP != current_LP).sum(axis=1)
+        saved_L = now_L - seconds_L(candidate_LP) - moves_L * s_per_move
+        chosen_LP = np.where((saved_L > best_L)[:, None], candidate_LP, chosen_LP)
+        best_L = np.maximum(saved_L, best_L)
+    return chosen_LP, best_L
+
+
+def _gain(before_s: float, after_s: float, other_s: float) -> float:
+    """Throughput after over throughput before, less 1."""
+    after_s += other_s
+    return (before_s + other_s) / after_s - 1 if after_s > 0 else 0.0
+
+
+def _expect(
+    gain: float,
+    rounds: tuple[Round, ...],
+    expert_bytes: int,
+    before: Balancedness,
+    after: Balancedness,
+) -> Expectation:
+    num_moves = sum(map(len, rounds))
+    return Expectation(
+        gain=gain,
+        num_bytes=num_moves * expert_bytes,
+        num_moves=num_moves,
+        num_rounds=len(rounds),
+        balancedness_before=before.overall,
+        balancedness_after=after.overall,
+        worst_layer_before=before.worst_layer,
+        worst_layer_after=after.worst_layer,
+    )
+
+
+def _refusal(expectation: Expectation, terms: Terms) -> str:
+    """Why the plan does not pay; empty if it does."""
+    balanced = f"balancedness is {expectation.balancedness_before:.3f}"
+    if not expectation.num_moves:
+        return (
+            f"no layer would save more time in {terms.horizon_passes:,} passes than its moves "
+            f"take: {balanced}, and where ranks wait for weights even rows bring nothing"
+        )
+    if expectation.gain < terms.min_gain:
+        return (
+            f"expected +{expectation.gain:.1%} for {describe_cost(expectation)}, and a plan must "
+            f"bring +{terms.min_gain:.1%}: {balanced}"
+        )
+    return ""
+
+
+def describe_cost(expectation: Expectation) -> str:
+    """What a plan takes, in words."""
+    gigabytes = expectation.num_bytes / 1e9
+    return f"{expectation.num_moves:,} moves, {gigabytes:.1f} GB, {expectation.num_rounds:,} steps"
+
+
+def _check(
+    window: ExpertTrace, current_LP: NDArray[np.int64], num_ranks: int, num_hosts: int
+) -> None:
+    layers, experts = window.num_layers, window.num_experts
+    if current_LP.ndim != 2 or len(current_LP) != layers:
+        problem = f"the window has {layers} layers"
+        raise ConfigError("current_LP", current_LP.shape, problem, "a row for each of its layers")
+    slots = current_LP.shape[1]
+    for name, number, parts in (
+        ("num_physical_experts", slots, num_ranks),
+        ("num_ranks", num_ranks, num_hosts),
+    ):
+        if parts < 1 or number % parts:
+            raise ConfigError(name, number, f"cannot be dealt evenly to {parts}", "a multiple")
+    if not window.num_rows:
+        raise ConfigError("window", "0 rows", "nothing was counted", "record at least one pass")
+    if int(current_LP.min()) < 0 or int(current_LP.max()) >= experts:
+        problem = f"the window has experts 0 to {experts - 1}"
+        raise ConfigError("current_LP", int(current_LP.max()), problem, "a placement of its model")
+    homeless = np.argwhere(copies_of(current_LP, experts) == 0)
+    if len(homeless):
+        layer, expert = (int(i) for i in homeless[0])
+        raise ConfigError(
+            "current_LP", expert, f"expert without a slot in layer {layer}", "at least one slot"
+        )

@@ -1,0 +1,219 @@
+"""One expert on its way: a rank's outbox and inbox, and how it comes out of slots and into them.
+
+An expert travels as one run of bytes: a canary, then its matrices and their scales. The canary says
+which expert this is, for which slot and in which turn, with a checksum of all that follows, all
+written by the source; what does not fit is not flipped in. The key idea: weights in slots change in
+one place only (`flip`), by copies on the device itself, on the stream of the steps, so that a step
+that was launched before runs on the old ones and the next on the new ones.
+
+Outbox and inbox are allocated once, before memory is measured for the KV pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.host_copy import upload
+from engine.streams import Streams, StreamUse
+from runtime.errors import InternalError
+
+_ALIGNMENT: Final = 256
+_MAGIC: Final = 0x7A6D_6578_7065_7274
+_HEADER_BYTES: Final = _ALIGNMENT
+
+
+class Canary(NamedTuple):
+    """What travels with an expert: layer (from 0), slot and logical expert, and the turn."""
+
+    turn: int
+    layer: int
+    slot: int
+    expert: int
+
+
+class ExpertTensors:
+    """The routed experts of a rank: for every MoE layer what a slot's weights and scales lie in.
+
+    Attributes:
+        num_slots: of this rank, in every layer.
+        sizes: bytes of a slot in each tensor of a layer.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Tensor]]) -> None:
+        """Take [slots, ...] tensors, the same ones in each layer; contiguous, written in place.
+
+        Raises:
+            InternalError: layers that differ in shape: an expert of one would not fit into another.
+        """
+        self._layers = [[_bytes_of_slots(tensor) for tensor in layer] for layer in layers]
+        shapes = {tuple(tuple(part.shape) for part in layer) for layer in self._layers}
+        if len(shapes) != 1:
+            raise InternalError(f"experts of unlike sizes in one model: {sorted(shapes)}")
+        (first,) = shapes
+        self.num_slots = first[0][0]
+        self.sizes = tuple(size for _, size in first)
+
+    def of(self, layer: int, slot: int) -> list[Tensor]:
+        """Return the bytes of a slot of this rank, one view for each tensor."""
+        return [part[slot] for part in self._layers[layer]]
+
+
+def _bytes_of_slots(tensor: Tensor) -> Tensor:
+    assert tensor.is_contiguous()
+    return tensor.detach().view(tensor.shape[0], -1).view(torch.uint8)
+
+
+class Staging:
+    """See the module. On a GPU all but `flip` runs on a stream of its own, and nobody waits.
+
+    Attributes:
+        nbytes: of an outbox or inbox.
+        outbox: uint8.
+        inbox: uint8.
+    """
+
+    def __init__(
+        self,
+        tensors: ExpertTensors,
+        streams: Streams,
+        *,
+        boxes: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Allocate.
+
+        Args:
+            tensors: of this rank.
+            streams: of this rank.
+            boxes: outbox and inbox, [box_bytes(tensors)] uint8, where peers have to reach them.
+        """
+        self._tensors, self._device = tensors, streams.device
+        self.nbytes = box_bytes(tensors)
+        if boxes is None:
+            outbox, inbox = torch.zeros(2, self.nbytes, dtype=torch.uint8, device=streams.device)
+            boxes = outbox, inbox
+        self.outbox, self.inbox = boxes
+        is_cuda = streams.device.type == "cuda"
+        self._stream = streams.of(StreamUse.EXPERT_COPIES) if is_cuda else None
+        rows = (self.nbytes - _HEADER_BYTES) // _ALIGNMENT
+        # Odd, so that a row that differs at all changes the sum; unlike, so that rows have places.
+        self._factors = torch.arange(rows, dtype=torch.int64, device=streams.device) * 2 + 1
+        self._flipped = self._packed = self._checked = None
+        self._fits: Tensor | None = None
+        if self._stream is not None:
+            self._flipped, self._packed, self._checked = (_new_event() for _ in range(3))
+
+    def start_packing(self, canary: Canary, slot: int) -> None:
+        """Copy the expert in a slot of this rank into the outbox, behind its canary."""
+        with self._beside():
+            for place, part in zip(
+                self._places(self.outbox), self._tensors.of(canary.layer, slot), strict=True
+            ):
+                place.copy_(part)
+            header = _header(self.outbox)
+            (words,) = upload([_words(canary)], self._device)
+            header[: len(words)].copy_(words)
+            header[len(words)].copy_(self._sum(self.outbox))
+            _record(self._packed, self._stream)
+
+    def is_packed(self) -> bool:
+        """Whether the outbox is whole."""
+        return _is_over(self._packed)
+
+    def loop_back(self) -> None:
+        """Take what was packed for a slot of this rank itself."""
+        with self._beside():
+            self.inbox.copy_(self.outbox)
+            _record(self._packed, self._stream)
+
+    def start_check(self, canary: Canary) -> None:
+        """Compare the inbox with what is expected, and its content with its checksum."""
+        with self._beside():
+            header = _header(self.inbox)
+            (words,) = upload([_words(canary)], self._device)
+            fits = (header[: len(words)] == words).all()
+            fits &= header[len(words)] == self._sum(self.inbox)
+            self._fits = fits if self._stream is None else _to_host(fits)
+            _record(self._checked, self._stream)
+
+    def check_result(self) -> bool | None:
+        """Whether the expert that was expected is in the inbox, whole; None while that is asked."""
+        if self._fits is None or not _is_over(self._checked):
+            return None
+        return bool(self._fits)
+
+    def flip(self, layer: int, slot: int) -> None:
+        """Copy the inbox into a slot of this rank, on the stream of the steps."""
+        for place, part in zip(
+            self._places(self.inbox), self._tensors.of(layer, slot), strict=True
+        ):
+            part.copy_(place)
+
+    def end_flip(self) -> None:
+        """All changes of this flip are launched: what packs or fills an inbox has to wait."""
+        if self._flipped is not None:
+            self._flipped.record()
+
+    def is_flipped(self) -> bool:
+        """Whether the inbox is free."""
+        return _is_over(self._flipped)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """Return what work beside the steps runs in, behind the latest flip."""
+        if self._stream is None:
+            return nullcontext()
+        assert self._flipped is not None
+        self._stream.wait_event(self._flipped)
+        return torch.cuda.stream(self._stream)
+
+    def _places(self, box: Tensor) -> list[Tensor]:
+        places, start = [], _HEADER_BYTES
+        for size in self._tensors.sizes:
+            places.append(box[start : start + size])
+            start += _padded(size)
+        return places
+
+    def _sum(self, box: Tensor) -> Tensor:
+        """Return the checksum of all behind the header: [] int64, which wraps."""
+        rows = box[_HEADER_BYTES:].view(torch.int32).view(len(self._factors), -1)
+        return (rows.sum(dim=1, dtype=torch.int64) * self._factors).sum()
+
+
+def box_bytes(tensors: ExpertTensors) -> int:
+    """Return the bytes of an outbox or inbox."""
+    return _HEADER_BYTES + sum(map(_padded, tensors.sizes))
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _header(box: Tensor) -> Tensor:
+    return box[:_HEADER_BYTES].view(torch.int64)
+
+
+def _words(canary: Canary) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array([_MAGIC, *canary], dtype=np.int64)
+
+
+def _to_host(flag: Tensor) -> Tensor:
+    host = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+    return host.copy_(flag, non_blocking=True)
+
+
+def _record(event: torch.cuda.Event | None, stream: torch.cuda.Stream | None) -> None:
+    if event is not None:
+        event.record(stream)
+
+
+def _is_over(event: torch.cuda.Event | None) -> bool:
+    return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _new_event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

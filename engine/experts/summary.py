@@ -1,0 +1,119 @@
+"""What a trace says at a glance: how even it is, its worst layer, its hottest experts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.experts.balancedness import Balancedness, balancedness_of, even_placement, rank_rows
+from engine.experts.noise_floor import Routing, noise_floor
+from runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.experts.trace import ExpertTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotExpert:
+    """One expert of one layer.
+
+    Attributes:
+        layer: of the MoE layers, from 0.
+        expert: its logical number.
+        tokens: that chose it, over the whole trace.
+        times_mean: its tokens over those of the layer's mean expert.
+    """
+
+    layer: int
+    expert: int
+    tokens: int
+    times_mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSummary:
+    """How even a trace is on ranks that hold its experts in order.
+
+    Attributes:
+        now: of the trace.
+        floor: of uniform routing with the same batch, layers and ranks.
+        hottest: experts with most tokens against their layer's mean, hottest first.
+    """
+
+    now: Balancedness
+    floor: Balancedness
+    hottest: tuple[HotExpert, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def routing_of(trace: ExpertTrace) -> Routing:
+    """The rule by which tokens of the trace chose."""
+    return Routing(
+        num_experts=trace.num_experts,
+        top_k=trace.top_k,
+        num_groups=trace.num_groups,
+        topk_group=trace.topk_group,
+    )
+
+
+def floor_of(trace: ExpertTrace, *, num_ranks: int, num_slots: int) -> Balancedness:
+    """The noise floor of rows like the trace's.
+
+    A row of several passes is held against rows of as many tokens.
+    """
+    return noise_floor(
+        routing_of(trace),
+        tokens_per_pass=trace.tokens_per_pass * trace.passes_per_row,
+        num_ranks=num_ranks,
+        num_slots=num_slots,
+        num_layers=trace.num_layers,
+        num_passes=trace.num_rows,
+    )
+
+
+def summarise(trace: ExpertTrace, *, num_ranks: int, num_hottest: int) -> TraceSummary:
+    """Measure a trace.
+
+    Raises:
+        ConfigError: the experts cannot be dealt evenly to the ranks, or the trace is empty.
+    """
+    experts = trace.num_experts
+    if num_ranks < 1 or experts % num_ranks:
+        fixes = [n for n in range(1, experts + 1) if experts % n == 0]
+        fix = f"one of {', '.join(map(str, fixes))}, or simulate with redundant experts"
+        raise ConfigError("--ranks", num_ranks, f"{experts} experts are not dealt evenly", fix)
+    check_not_empty(trace)
+    placement = np.tile(even_placement(experts, experts, num_ranks), (trace.num_layers, 1))
+    sums_LE = trace.counts_NLE.sum(axis=0)
+    times_LE = sums_LE / np.maximum(sums_LE.mean(axis=1, keepdims=True), 1e-9)
+    order = np.argsort(-times_LE, axis=None, kind="stable")[:num_hottest]
+    hottest = tuple(
+        HotExpert(
+            layer=int(layer),
+            expert=int(expert),
+            tokens=int(sums_LE[layer, expert]),
+            times_mean=float(times_LE[layer, expert]),
+        )
+        for layer, expert in zip(*np.unravel_index(order, times_LE.shape), strict=True)
+    )
+    return TraceSummary(
+        now=balancedness_of(rank_rows(trace.counts_NLE, placement, num_ranks)),
+        floor=floor_of(trace, num_ranks=num_ranks, num_slots=experts),
+        hottest=hottest,
+    )
+
+
+def check_not_empty(trace: ExpertTrace) -> None:
+    """Refuse a trace that nothing can be planned from.
+
+    Raises:
+        ConfigError: it has no tokens.
+    """
+    if not int(trace.counts_NLE.sum()):
+        problem = f"{trace.num_rows} rows without a token"
+        raise ConfigError("TRACE", problem, "nothing was recorded", "record it under load")

@@ -1,0 +1,87 @@
+"""Workers whose experts move while they decode give the tokens of one process; metrics say so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
+from tests.integration.client import run_all
+from tests.integration.cluster import Cluster, wait_until
+from tests.integration.conftest import MODEL_DIR
+from tests.integration.test_tokens import SEEDED, assert_same, expected_tokens, requests_for
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+MOVING = DecodeSection(
+    dp=2,
+    num_blocks=128,
+    num_redundant_experts=2,
+    rebalance_experts="on",
+    rebalance_interval_steps=8,
+    rebalance_objective="rows",
+    rebalance_min_gain=0.0,
+)
+DECODES = {
+    "plain": MOVING,
+    "ahead-with-drafts": DecodeSection(
+        dp=2,
+        num_blocks=128,
+        overlap_steps="on",
+        num_speculative_tokens=1,
+        rebalance_experts="on",
+        rebalance_interval_steps=8,
+        rebalance_objective="rows",
+        rebalance_min_gain=0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_tokens_stay_while_experts_move(
+    name: str, oracle: DeepseekV3ForCausalLM, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    config = ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        prefill=PrefillSection(num_blocks=128, max_num_batched_tokens=128),
+        decode=DECODES[name],
+    )
+    expected = expected_tokens(oracle, prompts, SEEDED, 48)
+    params = requests_for(prompts, SEEDED, 48)
+    with Cluster(config, tmp_path) as cluster:
+        for _ in range(4):
+            assert_same(run_all(cluster.base_url, prompts, params), expected)
+        cluster.wait_idle()
+        # Ranks without work meet all the same, so a plan is carried out to its end.
+        wait_until(
+            lambda: len(set(_epochs(cluster) + _epochs(cluster))) == 1, 60, "both ranks at rest"
+        )
+        assert _epochs(cluster)[0] > 0
+        for counter, least in (("plans", 2), ("rounds", 2), ("moves", 2), ("bytes", 1)):
+            metric = f"pd_expert_rebalance_{counter}_total"
+            assert cluster.metric("decode-0", metric) >= least, metric
+        assert cluster.metric("decode-0", "pd_expert_rebalance_retreats_total") == 0
+    assert cluster.marked_processes() == []
+
+
+def test_a_plan_that_does_not_pay_by_time_moves_nothing_and_is_told_of(
+    oracle: DeepseekV3ForCausalLM, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    config = ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        prefill=PrefillSection(num_blocks=128, max_num_batched_tokens=128),
+        decode=replace(MOVING, rebalance_objective="time", rebalance_min_gain=1000.0),
+    )
+    expected = expected_tokens(oracle, prompts, SEEDED, 48)
+    with Cluster(config, tmp_path) as cluster:
+        assert_same(run_all(cluster.base_url, prompts, requests_for(prompts, SEEDED, 48)), expected)
+        told = "pd_expert_rebalance_refused_total"
+        wait_until(lambda: cluster.metric("decode-0", told, rank=0) >= 1, 60, "a refused plan")
+        assert cluster.metric("decode-0", "pd_expert_rebalance_expected_gain", rank=0) >= 0
+        assert _epochs(cluster) == [0, 0]
+
+
+def _epochs(cluster: Cluster) -> list[float]:
+    return [cluster.metric("decode-0", "pd_expert_placement_epoch", rank=rank) for rank in (0, 1)]
