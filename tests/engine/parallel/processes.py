@@ -1,7 +1,9 @@
 """Start the ranks of a test as processes, wait for all, and say what the failed one said."""
 
+import fcntl
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,21 +14,38 @@ import torch
 
 from tests.processes.forked import Process, start
 
+_PORTS = range(20011, 32768)
+
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` neighbouring ports that are free now.
+    """Return the first of `count` neighbouring ports that nobody else gets here for a long while.
 
-    The search begins elsewhere in every process: test runs side by side must not meet.
+    They are below those that systems give away. All processes of the machine take turns by a file,
+    so that two that search at the same time never find the same.
     """
-    for first in range(20011 + os.getpid() % 350 * 34, 60000, 97):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise AssertionError("no free ports")
+    with (Path(tempfile.gettempdir()) / f"tandem-test-ports-{os.getuid()}").open("a+") as last:
+        fcntl.flock(last, fcntl.LOCK_EX)
+        last.seek(0)
+        first = int(last.read() or _PORTS.start)
+        for _ in range(len(_PORTS) // count):
+            first = first if first + count <= _PORTS.stop else _PORTS.start
+            ports = range(first, first + count)
+            if _are_free(ports):
+                last.truncate(0)
+                last.write(str(ports.stop))
+                return first
+            first = ports.stop
+    raise AssertionError(f"no {count} neighbouring ports of {_PORTS} are free")
+
+
+def _are_free(ports: range) -> bool:
+    with ExitStack() as stack:
+        try:
+            for port in ports:
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def run_rank_processes(
