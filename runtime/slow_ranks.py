@@ -7,7 +7,7 @@ caused: whoever waits for a slow link comes late to the next meeting.
 
 The reference is the lower median over the ranks, which half of them may leave without moving it:
 two slow of four are found. How far a rank must be from it: a few percent of the work; several times
-what the figure varies by from block to block (a pooled MAD, so a noisy host makes its own
+what the figure varies by from block to block (pooled over the ranks, so a noisy host makes its own
 threshold); and further than the fast half lies apart. It must be so in most blocks of the window.
 
 Where two ranks are all that there are, of two that differ the slower is found; links need four.
@@ -30,6 +30,8 @@ from runtime.rank_waits import Floats, Phase, WaitWindow
 
 _NORMAL_MAD = 1.4826
 """Standard deviation of a normal distribution by its median absolute deviation."""
+_FAR = 4.0
+"""Robust deviations, that nothing counts more than."""
 _POLISHES = 24
 
 RANKS_FOR_LINKS: Final = 4
@@ -262,7 +264,9 @@ class _Search:
         typical = np.median(left, axis=0)
         apart = np.maximum(_mad_of(typical, 1)[:, None], _mad_of(typical, 0)[None, :])
         spread = 2.0 * np.nan_to_num(apart)
-        return self._judged(np.nan_to_num(left), self._own[phase].base, spread=spread)
+        left = np.nan_to_num(left)
+        noise = _noise_of_median(left)
+        return self._judged(left, self._own[phase].base, noise=noise, spread=spread)
 
     def _link(self, excess: _Excess, receiver: int, source: int) -> Finding:
         waited = np.median(self._window.waits_s, axis=0)[:, receiver, source]
@@ -294,14 +298,24 @@ class _Search:
         reference = _lower_median_of(figures, 1)
         spread = np.median(reference - figures.min(axis=1))
         usual = float(np.median(reference)) if base is None else base
-        return self._judged(figures - reference[:, None], usual, spread=spread, often=often)
+        # Against the reference the one of two ranks that is ahead would seem not to vary at all.
+        num_ranks = figures.shape[1]
+        beside = (figures - np.median(figures, axis=1)[:, None]) * num_ranks / (num_ranks - 1)
+        noise = _noise_of_median(beside)
+        more = figures - reference[:, None]
+        return self._judged(more, usual, noise=noise, spread=spread, often=often)
 
     def _judged(
-        self, more: Floats, base: float, *, spread: Floats, often: float | None = None
+        self,
+        more: Floats,
+        base: float,
+        *,
+        noise: float,
+        spread: Floats,
+        often: float | None = None,
     ) -> _Excess:
         limits = self._limits
         typical = np.median(more, axis=0)
-        noise = _noise_of_median(more)
         certain = max(limits.ratio * base, limits.deviations * noise)
         least = np.maximum(certain, limits.spreads * spread)
         enough = limits.blocks if often is None else often
@@ -342,7 +356,12 @@ def _polished(waits: Floats) -> Floats:
 
 
 def _noise_of_median(figures: Floats) -> float:
-    """Return how much the median over blocks [B, ...] varies, by a MAD over all of them."""
+    """Return how much the median over blocks [B, ...] varies, by the deviations of all of them.
+
+    The root of their mean square, which few blocks tell better than a MAD does; what is far out of
+    the ordinary counts as `_FAR` of those, so that a pause does not hide what is slow. The share
+    for few blocks: deviations are from their own median.
+    """
     num_blocks = len(figures)
     if num_blocks < 2:
         return 0.0
@@ -352,7 +371,9 @@ def _noise_of_median(figures: Floats) -> float:
         return 0.0
     # Of the deviations from a median one is 0 by itself, where the number of blocks is odd.
     others = np.sort(varying, axis=0)[num_blocks % 2 :]
-    return float(_NORMAL_MAD * np.median(others) / num_blocks**0.5)
+    robust = _NORMAL_MAD * float(np.median(others))
+    square = float(np.mean(np.minimum(varying, _FAR * robust) ** 2)) * num_blocks / (num_blocks - 1)
+    return float(max(robust, square**0.5) * (1.0 + 0.8 / num_blocks) / num_blocks**0.5)
 
 
 def _more_than_usual(figures: Floats) -> Floats:
