@@ -27,11 +27,8 @@ from typing import Final
 import numpy as np
 
 from runtime.rank_waits import Floats, Phase, WaitWindow
+from runtime.robust import lower_median, lower_median_of, mad_of, noise_of_median
 
-_NORMAL_MAD = 1.4826
-"""Standard deviation of a normal distribution by its median absolute deviation."""
-_FAR = 4.0
-"""Robust deviations, that nothing counts more than."""
 _POLISHES = 24
 
 RANKS_FOR_LINKS: Final = 4
@@ -259,13 +256,13 @@ class _Search:
         left = waits - np.maximum(0.0, later + _usual_link(waits)[:, None, None])
         left = np.where(np.eye(self._window.num_ranks, dtype=bool), np.nan, left)
         # What all links of a receiver or of a source share is no link's.
-        left = left - np.maximum(0.0, _lower_median_of(left, 2))[:, :, None]
-        left = left - np.maximum(0.0, _lower_median_of(left, 1))[:, None, :]
+        left = left - np.maximum(0.0, lower_median_of(left, 2))[:, :, None]
+        left = left - np.maximum(0.0, lower_median_of(left, 1))[:, None, :]
         typical = np.median(left, axis=0)
-        apart = np.maximum(_mad_of(typical, 1)[:, None], _mad_of(typical, 0)[None, :])
+        apart = np.maximum(mad_of(typical, 1)[:, None], mad_of(typical, 0)[None, :])
         spread = 2.0 * np.nan_to_num(apart)
         left = np.nan_to_num(left)
-        noise = _noise_of_median(left)
+        noise = noise_of_median(left)
         return self._judged(left, self._own[phase].base, noise=noise, spread=spread)
 
     def _link(self, excess: _Excess, receiver: int, source: int) -> Finding:
@@ -295,13 +292,13 @@ class _Search:
             base: what ratios are of; None for the reference.
             often: share of the blocks in which it must be so; None for the limit.
         """
-        reference = _lower_median_of(figures, 1)
+        reference = lower_median_of(figures, 1)
         spread = np.median(reference - figures.min(axis=1))
         usual = float(np.median(reference)) if base is None else base
         # Against the reference the one of two ranks that is ahead would seem not to vary at all.
         num_ranks = figures.shape[1]
         beside = (figures - np.median(figures, axis=1)[:, None]) * num_ranks / (num_ranks - 1)
-        noise = _noise_of_median(beside)
+        noise = noise_of_median(beside)
         more = figures - reference[:, None]
         return self._judged(more, usual, noise=noise, spread=spread, often=often)
 
@@ -333,7 +330,7 @@ def _usual_link(waits: Floats) -> Floats:
     """
     pairs = np.triu_indices(waits.shape[-1], 1)
     mean = 0.5 * (waits + waits.swapaxes(-1, -2))
-    return _lower_median_of(mean[..., pairs[0], pairs[1]], -1)
+    return lower_median_of(mean[..., pairs[0], pairs[1]], -1)
 
 
 def _polished(waits: Floats) -> Floats:
@@ -355,52 +352,13 @@ def _polished(waits: Floats) -> Floats:
     return late
 
 
-def _noise_of_median(figures: Floats) -> float:
-    """Return how much the median over blocks [B, ...] varies, by the deviations of all of them.
-
-    The root of their mean square, which few blocks tell better than a MAD does; what is far out of
-    the ordinary counts as `_FAR` of those, so that a pause does not hide what is slow. The share
-    for few blocks: deviations are from their own median.
-    """
-    num_blocks = len(figures)
-    if num_blocks < 2:
-        return 0.0
-    apart = np.abs(figures - np.median(figures, axis=0))
-    varying = apart.reshape(num_blocks, -1)[:, apart.reshape(num_blocks, -1).any(axis=0)]
-    if not varying.size:
-        return 0.0
-    # Of the deviations from a median one is 0 by itself, where the number of blocks is odd.
-    others = np.sort(varying, axis=0)[num_blocks % 2 :]
-    robust = _NORMAL_MAD * float(np.median(others))
-    square = float(np.mean(np.minimum(varying, _FAR * robust) ** 2)) * num_blocks / (num_blocks - 1)
-    return float(max(robust, square**0.5) * (1.0 + 0.8 / num_blocks) / num_blocks**0.5)
-
-
 def _more_than_usual(figures: Floats) -> Floats:
     """Return [R]: by which share the mean of [B, R] is above the lower median of the ranks."""
     mean = figures.mean(axis=0)
-    usual = _lower_median(mean)
+    usual = lower_median(mean)
     if usual <= 0.0:
         return np.where(mean > 0.0, np.inf, 0.0)
     return np.asarray(mean / usual - 1.0)
-
-
-def _lower_median(values: Floats) -> float:
-    """Return the middle value, of two the lower: half of all may be high, and do not move it."""
-    return float(np.sort(values, axis=None)[(values.size - 1) // 2]) if values.size else 0.0
-
-
-def _lower_median_of(values: Floats, axis: int) -> Floats:
-    """Return the lower median along an axis; NaN values do not count."""
-    counts = (~np.isnan(values)).sum(axis=axis, keepdims=True)
-    places = np.maximum(counts - 1, 0) // 2
-    return np.take_along_axis(np.sort(values, axis=axis), places, axis=axis).squeeze(axis)
-
-
-def _mad_of(values: Floats, axis: int) -> Floats:
-    """Return the median absolute deviation along an axis; NaN values do not count."""
-    middle = np.expand_dims(np.nanmedian(values, axis=axis), axis)
-    return np.asarray(_NORMAL_MAD * np.nanmedian(np.abs(values - middle), axis=axis))
 
 
 def worst(findings: Sequence[Finding]) -> Finding | None:
