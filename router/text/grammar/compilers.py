@@ -1,8 +1,9 @@
 """The grammars of one router process: made in a process beside it, and kept.
 
-Nothing is started or imported before the first form comes, unless `warm` was called. What takes too long, or ends the other
-process, is refused, and remembered as such: another one is started for what comes next. Two
-requests with one form wait for one grammar. One event loop owns all of this and never waits.
+Nothing is started or imported before the first form comes, unless `warm` was called. What takes too
+long, or ends the other process, is refused, and remembered as such: another one is started for what
+comes next. Two requests with one form wait for one grammar. One event loop owns all of this and
+never waits.
 """
 
 from __future__ import annotations
