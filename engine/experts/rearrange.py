@@ -74,13 +74,15 @@ def _recast(placement_LP: NDArray[np.int64], load_LE: NDArray[np.float64], num_r
     stays_LP = np.where(is_free_LP, num_experts, placement_LP)
     held_LRE = _held(stays_LP, num_experts + 1, num_ranks) > 0
     heavy_LE = np.argsort(-np.where(lacks_LE > 0, carried_LE, -1.0), axis=1, kind="stable")
-    left_LE = np.take_along_axis(lacks_LE, heavy_LE, axis=1)
+    # A layer's experts that lack a slot, in that order, each as often as it lacks one.
+    num_lacks_L = lacks_LE.sum(axis=1)
+    lacks = np.take_along_axis(lacks_LE, heavy_LE, axis=1).ravel()
+    comers_LM = np.zeros((layers, most), np.int64)
+    comers_LM[np.arange(most) < num_lacks_L[:, None]] = np.repeat(heavy_LE.ravel(), lacks)
     beyond = 10 * (loads_LR.sum(axis=1, keepdims=True) + load_LE.sum(axis=1, keepdims=True))
-    for _ in range(most):
-        at = np.flatnonzero(left_LE.any(axis=1))
-        next_A = (left_LE[at] > 0).argmax(axis=1)
-        left_LE[at, next_A] -= 1
-        comer_A = heavy_LE[at, next_A]
+    for turn in range(most):
+        at = np.flatnonzero(num_lacks_L > turn)
+        comer_A = comers_LM[at, turn]
         cost_AR = loads_LR[at] + held_LRE[at, :, comer_A] * beyond[at]
         rank_A = np.where(free_LR[at] > 0, cost_AR, np.inf).argmin(axis=1)
         # The first free slot of the rank.
@@ -170,8 +172,8 @@ def _exchange(
     pairs = max(num_ranks // 8, 1)
     has_twins = placement_LP.shape[1] > load_LE.shape[1]
     held_LRE = _held(placement_LP, load_LE.shape[1], num_ranks) > 0
+    rank_LR = loads_LRS.sum(axis=2)
     for _ in range(_EXCHANGES):
-        rank_LR = loads_LRS.sum(axis=2)
         at = np.flatnonzero((turn_L < min(half, _PARTNERS)) & (rank_LR.max(axis=1) > limit_L))
         if not len(at):
             break
@@ -202,6 +204,8 @@ def _exchange(
             mine = array[layer, full, slot]
             array[layer, full, slot] = array[layer, light, other]
             array[layer, light, other] = mine
+        for rank in (full, light):
+            rank_LR[layer, rank] = loads_LRS[layer, rank].sum(axis=1)
 
 
 def _least_possible(loads_LP: NDArray[np.float64], num_ranks: int) -> NDArray[np.float64]:
