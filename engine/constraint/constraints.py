@@ -2,8 +2,8 @@
 
 Called on a worker's event loop (any thread may), never on the one that runs steps; that one gets
 the finished matcher. Nothing is read, imported or started before the first grammar comes, unless
-`warm` was called. What is compiled is kept by its text, the least recently used first to go once all
-of it is too large; two requests with one grammar compile it once.
+`warm` was called. What is compiled is kept by its text, the least recently used first to go once
+all of it is too large; two requests with one grammar compile it once.
 """
 
 import importlib
