@@ -37,6 +37,18 @@ DECODES = {
         rebalance_min_gain=0.0,
     ),
 }
+MOVING_PREFILL = PrefillSection(
+    num_blocks=128,
+    max_num_batched_tokens=32,  # many steps a prompt, so that much moves in the middle of one
+    enable_prefix_caching=False,
+    num_redundant_experts=2,
+    rebalance_experts="on",
+    rebalance_interval_steps=2,
+    rebalance_objective="rows",
+    rebalance_min_gain=0.0,
+)
+PREFILLS = {"tp2": replace(MOVING_PREFILL, tp=2), "dp2": replace(MOVING_PREFILL, dp=2)}
+LEAST_FLIPS, MOST_TURNS = 20, 60
 
 
 @pytest.mark.parametrize("name", DECODES)
@@ -66,6 +78,32 @@ def test_tokens_stay_while_experts_move(
     assert cluster.marked_processes() == []
 
 
+@pytest.mark.parametrize("name", PREFILLS)
+def test_tokens_stay_while_experts_of_prefill_move(
+    name: str, oracle: DeepseekV3ForCausalLM, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    config = ClusterConfig(
+        model=ModelSection(path=str(MODEL_DIR)),
+        prefill=PREFILLS[name],
+        decode=DecodeSection(num_blocks=128),
+    )
+    # One half of them, then the other: popular experts change, and plans go on.
+    halves = (prompts[:9], prompts[9:])
+    params = [requests_for(half, SEEDED, 4) for half in halves]
+    expected = [expected_tokens(oracle, half, SEEDED, 4) for half in halves]
+    with Cluster(config, tmp_path) as cluster:
+        for turn in range(MOST_TURNS):
+            half = turn % 2
+            assert_same(run_all(cluster.base_url, halves[half], params[half]), expected[half])
+            if _total(cluster, "rounds") >= LEAST_FLIPS and turn:
+                break
+        cluster.wait_idle()
+        assert _total(cluster, "rounds") >= LEAST_FLIPS
+        assert _total(cluster, "moves") >= LEAST_FLIPS
+        assert _total(cluster, "bytes") > 0
+    assert cluster.marked_processes() == []
+
+
 def test_a_plan_that_does_not_pay_by_time_moves_nothing_and_is_told_of(
     oracle: DeepseekV3ForCausalLM, prompts: list[list[int]], tmp_path: Path
 ) -> None:
@@ -85,3 +123,8 @@ def test_a_plan_that_does_not_pay_by_time_moves_nothing_and_is_told_of(
 
 def _epochs(cluster: Cluster) -> list[float]:
     return [cluster.metric("decode-0", "pd_expert_placement_epoch", rank=rank) for rank in (0, 1)]
+
+
+def _total(cluster: Cluster, counter: str) -> float:
+    """Of prefill's rank 0, which counts every flip of all."""
+    return cluster.metric("prefill-0", f"pd_expert_rebalance_{counter}_total", rank=0)
