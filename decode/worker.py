@@ -66,6 +66,10 @@ class DecodeDriver:
         """Boot the rank, and let its memory be written."""
         self._side = side = self._build_model(self._options)
         self._transfer = build_transfer_side(self._options, side, self._arrived)
+        model = self._options.config.model
+        self._constraints = Constraints(model.path, side.vocab_size)
+        if model.warm_grammars:
+            self._constraints.warm()
         side.groups.boot_group.barrier()  # registering may take one rank longer than another
         return HostedRank(
             groups=side.groups,
@@ -99,7 +103,6 @@ class DecodeDriver:
         self._outboxes = Outboxes(
             self._bridge.abort_router, time.monotonic, places=self._places, on_gap=self._abort_lost
         )
-        self._constraints = Constraints(self._options.config.model.path, self._side.vocab_size)
         closing.callback(self._constraints.close)
         calls = RevokeCalls(self._options.credentials)
         closing.push_async_callback(calls.close)

@@ -7,7 +7,7 @@ requests it can attend to. Sizes that a library decides are restated in `deep_ep
 figures below that are estimates say so.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from engine.config import DeepseekV3Config
@@ -92,6 +92,7 @@ class DecodePlan:
         block_size: tokens per KV block.
         latent_bytes: of one token and layer in the KV pool, 1152 in bfloat16.
         num_graphs: steps that are captured: batch buckets, and numbers of drafts of each.
+        moves_experts: experts move between ranks while they decode, by way of two boxes.
         device_bytes: memory of the GPU.
     """
 
@@ -105,6 +106,7 @@ class DecodePlan:
     block_size: int = 64
     latent_bytes: int = 1152
     num_graphs: int = 20
+    moves_experts: bool = False
     device_bytes: int = H200_BYTES
 
     @property
@@ -127,6 +129,7 @@ class DecodeBudget:
         transfer_buffer: memory that peers write.
         workspace: results of dispatch and products of one layer, and logits.
         graphs: instantiated CUDA graphs.
+        moving: outbox and inbox of experts that move.
         context: of CUDA and libraries, and what the allocator cannot use.
         kv: of `num_blocks` blocks.
         num_blocks: of the KV pool, the dummy block included.
@@ -138,11 +141,18 @@ class DecodeBudget:
     transfer_buffer: int
     workspace: int
     graphs: int
+    moving: int
     context: int
     kv: int
     num_blocks: int
     num_local_experts: int
     device: int
+
+    @property
+    def taken(self) -> int:
+        """By all but KV."""
+        held = self.weights + self.transfer_buffer + self.workspace
+        return held + self.graphs + self.moving + self.context
 
 
 def weights_per_rank(
@@ -190,36 +200,66 @@ def divide_memory(config: DeepseekV3Config, plan: DecodePlan) -> DecodeBudget:
         ConfigError: experts that cannot be dealt to the ranks, more tokens than the buffers take,
             or weights that do not fit.
     """
+    parts = _parts(config, plan)
+    room = plan.device_bytes - parts.taken
+    if room <= 0:
+        raise _too_large(config, plan, parts.weights)
+    layers = config.num_kv_layers(with_mtp=plan.with_mtp)
+    block_bytes = layers * plan.block_size * plan.latent_bytes
+    num_blocks = room // block_bytes
+    return replace(parts, kv=num_blocks * block_bytes, num_blocks=num_blocks)
+
+
+def _parts(config: DeepseekV3Config, plan: DecodePlan) -> DecodeBudget:
+    """All but KV."""
     shape = check_placement(config, plan)
     weights = weights_per_rank(
         config, num_local_experts=shape.num_local_experts, with_mtp=plan.with_mtp
-    ).total
-    workspace = _workspace(config, plan, shape)
+    )
     layers = config.num_kv_layers(with_mtp=plan.with_mtp)
-    graphs = plan.num_graphs * layers * GRAPH_NODES_PER_LAYER * GRAPH_NODE_BYTES
-    context = CONTEXT_BYTES + int(ALLOCATOR_SLACK * plan.device_bytes)
-    room = plan.device_bytes - weights - workspace - graphs - context - shape.buffer_bytes
-    if room <= 0:
-        raise ConfigError(
-            "dp",
-            plan.num_ranks,
-            f"weights of {weights / 1e9:.1f} GB per rank leave no room for KV in "
-            f"{plan.device_bytes / 1e9:.1f} GB",
-            "more ranks, so that each holds fewer experts",
-        )
-    block_bytes = layers * plan.block_size * plan.latent_bytes
-    num_blocks = room // block_bytes
     return DecodeBudget(
-        weights=weights,
+        weights=weights.total,
         transfer_buffer=shape.buffer_bytes,
-        workspace=workspace,
-        graphs=graphs,
-        context=context,
-        kv=num_blocks * block_bytes,
-        num_blocks=num_blocks,
+        workspace=_workspace(config, plan, shape),
+        graphs=plan.num_graphs * layers * GRAPH_NODES_PER_LAYER * GRAPH_NODE_BYTES,
+        moving=2 * _expert_box(config) if plan.moves_experts else 0,
+        context=CONTEXT_BYTES + int(ALLOCATOR_SLACK * plan.device_bytes),
+        kv=0,
+        num_blocks=0,
         num_local_experts=shape.num_local_experts,
         device=plan.device_bytes,
     )
+
+
+def _too_large(config: DeepseekV3Config, plan: DecodePlan, weights: int) -> ConfigError:
+    """Say which number of redundant experts fits, or else from how many ranks on it fits."""
+    num_slots = config.n_routed_experts + plan.num_redundant_experts
+    problem = (
+        f"weights of {weights / 1e9:.1f} GB per rank leave no room for KV in "
+        f"{plan.device_bytes / 1e9:.1f} GB"
+    )
+    # Any number less by whole ranks can be dealt evenly, too.
+    for fewer in range(plan.num_redundant_experts - plan.num_ranks, -1, -plan.num_ranks):
+        if _fits(config, replace(plan, num_redundant_experts=fewer)):
+            number = plan.num_redundant_experts
+            return ConfigError("num_redundant_experts", number, problem, f"{fewer} or less")
+    fix = "more ranks, so that each holds fewer experts"
+    for ranks in range(plan.num_ranks + 1, num_slots + 1):
+        if _fits(config, replace(plan, num_ranks=ranks)):
+            fix = f"{ranks} or more ranks, so that each holds fewer experts"
+            break
+    return ConfigError("dp", plan.num_ranks, problem, fix)
+
+
+def _fits(config: DeepseekV3Config, plan: DecodePlan) -> bool:
+    """Whether something is left for KV; without looking for what would fit instead."""
+    num_slots = config.n_routed_experts + plan.num_redundant_experts
+    if num_slots % plan.num_ranks:
+        return False
+    try:
+        return _parts(config, plan).taken < plan.device_bytes
+    except ConfigError:  # The exchange does not serve so many ranks.
+        return False
 
 
 def check_placement(config: DeepseekV3Config, plan: DecodePlan) -> LowLatencyShape | NvlinkShape:
@@ -285,6 +325,12 @@ def _workspace(
 
 def _fp8(rows: int, columns: int) -> int:
     return rows * columns + 4 * -(-rows // 128) * -(-columns // 128)
+
+
+def _expert_box(config: DeepseekV3Config) -> int:
+    """What one expert travels in (`engine.experts.staging`): a canary, weights and scales."""
+    expert = _gated(config.hidden_size, config.moe_intermediate_size)
+    return 256 + -(-expert // 256) * 256
 
 
 def _gated(hidden: int, width: int) -> int:

@@ -52,6 +52,7 @@ def plan_decode_memory(config: ClusterConfig, model: CommonConfig) -> DecodeBudg
         block_size=decode.block_size,
         latent_bytes=model.kv_spec.width * _ITEM_BYTES[dtype],
         num_graphs=sum(len(choices.of(bucket)) for bucket in buckets),
+        moves_experts=decode.rebalance_experts == "on",
         device_bytes=int(decode.device_memory_gib * decode_share(decode) * 2**30),
     )
     try:
@@ -93,6 +94,7 @@ def describe_decode_memory(budget: DecodeBudget) -> list[str]:
         "transfer buffer": budget.transfer_buffer,
         "workspace": budget.workspace,
         "CUDA graphs": budget.graphs,
+        "experts on the move": budget.moving,
         "CUDA and libraries": budget.context,
     }
     lines = [f"  {name:<19} {size / 1e9:7.2f} GB" for name, size in parts.items()]

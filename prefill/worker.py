@@ -68,6 +68,10 @@ class PrefillDriver:
     def boot(self) -> HostedRank:
         """Boot the rank."""
         self._parts = build_rank(self._options, self._ticket_closed)
+        model = self._options.config.model
+        self._constraints = Constraints(model.path, self._parts.model.config.vocab_size)
+        if model.warm_grammars:
+            self._constraints.warm()
         return self._parts.hosted()
 
     def build(self, host: WorkerHost, closing: contextlib.AsyncExitStack) -> tuple[Loop, Endpoint]:
@@ -102,14 +106,13 @@ class PrefillDriver:
             closing.callback(self._moves.close)
             self._moves.watch(host.registry, host.health)
         host.health.add("sender_lanes", thread_check(lambda: send.sender.is_alive))
-        constraints = Constraints(options.config.model.path, self._parts.model.config.vocab_size)
-        closing.callback(constraints.close)
+        closing.callback(self._constraints.close)
         service = PrefillService(
             self._limits(host),
             runs,
             nonces,
             loop.submit,
-            constraints=constraints,
+            constraints=self._constraints,
             num_tokens_left=lambda: loop.load.num_tokens_waiting,
             on_draining=host.tell_draining,
         )

@@ -77,6 +77,8 @@ class Backend:
         )
         self.readiness = Readiness(self.pool)
         self.compilers = Compilers(model.folder, model.limits.vocab_size)
+        if model.warm_grammars:
+            self.compilers.warm()
         self.pipeline = Pipeline(self._workers, policy, section, self.readiness)
         self._limits = -1, model.limits
         """Of a version of the pool."""

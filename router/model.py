@@ -60,6 +60,8 @@ class ServedModel:
     """Of its output."""
     call_history: CallHistory | None
     """How the template takes earlier calls; None: it does not."""
+    warm_grammars: bool = False
+    """Whether what compiles grammars starts with the router."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,7 +88,12 @@ def load_served_models(config: ClusterConfig) -> tuple[ServedModel, ...]:
         )
     ]
     for entry in read_models(Path(section.models_file)) if section.models_file else ():
-        of_entry = ModelSection(path=entry.path, name=entry.name, max_model_len=entry.max_model_len)
+        of_entry = ModelSection(
+            path=entry.path,
+            name=entry.name,
+            max_model_len=entry.max_model_len,
+            warm_grammars=config.model.warm_grammars,
+        )
         model = load_served_model(
             of_entry, tool_parser=entry.tool_parser, reasoning_parser=entry.reasoning_parser
         )
@@ -156,6 +163,7 @@ def load_served_model(
         created=int(config_path.stat().st_mtime),
         formats=_message_formats(tokenizer, reasoning_format(reasoning_parser, source), calls),
         call_history=history,
+        warm_grammars=section.warm_grammars,
     )
 
 

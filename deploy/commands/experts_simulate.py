@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from engine.experts.simulation import Outcome
 
 _DEFAULT_GPU = "NVIDIA H200"
-_WIDTH = 120
+_WIDTH = 150
 
 
 def add_simulate(verbs: Subparsers) -> None:
@@ -35,6 +36,8 @@ def add_simulate(verbs: Subparsers) -> None:
         examples="""
 tandem experts simulate prefill.npz --ranks 8
 tandem experts simulate decode.npz --ranks 72 --redundant 32 --hosts 9
+tandem experts simulate prefill.npz --ranks 8 --redundant 0..64
+tandem experts simulate prefill.npz --ranks 8 --redundant auto
 tandem experts simulate prefill.npz --ranks 8 --redundant 32 --role prefill --other-ms 220 --json
 """,
     )
@@ -50,10 +53,10 @@ tandem experts simulate prefill.npz --ranks 8 --redundant 32 --role prefill --ot
         parser.add_argument(flag, type=int, metavar=metavar, help=meaning)
     parser.add_argument(
         "--redundant",
-        type=int,
-        default=0,
-        metavar="N",
-        help="slots beyond one for each expert (default: 0)",
+        default="0",
+        metavar="N|A..B|auto",
+        help="slots beyond one for each expert: a number beside none, all of a range that ranks "
+        "can share, or the planner's own choice (default: 0)",
     )
     parser.add_argument(
         "--role", choices=("prefill", "decode"), help="refuse a trace of the other role"
@@ -100,11 +103,12 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         raise ConfigError("--horizon", arguments.horizon, "no passes", "1 or more")
     ranks = trace.num_ranks if arguments.ranks is None else arguments.ranks
     hosts = max(-(-ranks // 8), 1) if arguments.hosts is None else arguments.hosts
-    cluster = Cluster(num_ranks=ranks, num_redundant=arguments.redundant, num_hosts=hosts)
+    numbers = numbers_of(arguments.redundant, trace.num_experts, ranks)
     rates = rates_of(arguments.gpu)
     simulation = simulate(
         trace,
-        cluster,
+        Cluster(num_ranks=ranks, num_hosts=hosts),
+        redundant=numbers,
         model=TimeModel.of_trace(trace, rates, other_s_per_pass=arguments.other_ms / 1e3),
         num_window_rows=arguments.window,
         terms=Terms(horizon_passes=arguments.horizon),
@@ -122,12 +126,48 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     # Whole in a file and a pipe too, where there is no width to keep to.
     Console(width=_WIDTH).print(_table(simulation.outcomes), crop=False)
     print()
-    if arguments.redundant:
-        gigabytes = simulation.redundant_bytes_per_rank / 1e9
-        print(f"memory       {gigabytes:.1f} GB a rank for {arguments.redundant} redundant experts")
+    if len(numbers) > 1:
+        chosen = simulation.chosen
+        print(
+            f"chosen       {chosen.num_redundant} redundant experts by the rows planned from, "
+            f"{chosen.redundant_bytes_per_rank / 1e9:.1f} GB a rank: "
+            f"{chosen.expected_gain:+.1%} expected, {chosen.gain:+.1%} measured"
+        )
     for line in simulation.advice.split("; "):
         print(f"advice       {line}")
     return 0
+
+
+def numbers_of(text: str, num_experts: int, num_ranks: int) -> tuple[int, ...]:
+    """Which numbers of redundant experts to compare, least first.
+
+    Args:
+        text: of the flag: "32" (compared with none, where ranks can share the experts without),
+            "0..32" or "auto".
+        num_experts: that need a slot.
+        num_ranks: that share the slots evenly.
+
+    Raises:
+        ConfigError: it says something else, or no number of the range can be shared.
+    """
+    from engine.experts.simulation import shared_numbers
+
+    if num_ranks < 1:
+        raise ConfigError("--ranks", num_ranks, "no ranks", "1 or more")
+    if text == "auto":
+        return shared_numbers(num_experts, num_ranks)
+    found = re.fullmatch(r"(-?\d+)(?:\.\.(\d+))?", text)
+    if found is None:
+        raise ConfigError("--redundant", text, "not understood", "a number, 0..32, or auto")
+    lowest = int(found[1])
+    if found[2] is None:
+        return tuple(sorted({lowest} | ({0} if num_experts % num_ranks == 0 else set())))
+    numbers = shared_numbers(num_experts, num_ranks, max(lowest, 0), int(found[2]))
+    if not numbers:
+        nearest = shared_numbers(num_experts, num_ranks, max(lowest, 0))[0]
+        problem = f"none of these and {num_experts} experts are dealt evenly to {num_ranks} ranks"
+        raise ConfigError("--redundant", text, problem, f"{lowest}..{nearest}")
+    return numbers
 
 
 def rates_of(gpu: str) -> GpuRates:
@@ -147,26 +187,30 @@ def rates_of(gpu: str) -> GpuRates:
 
 def _table(outcomes: tuple[Outcome, ...]) -> Table:
     table = Table(box=None, pad_edge=False)
-    titles = ("redundant", "experts", "balancedness", "of floor", "worst layer", "of floor")
-    for title in (*titles, "experts' time", "gain", "moves", "GB", "steps"):
+    titles = ("redundant", "GB a rank", "experts", "balancedness", "of floor", "worst layer")
+    more = ("of floor", "experts' time", "expected", "gain", "moves", "GB", "steps")
+    for title in titles + more:
         table.add_column(title, justify="left" if title == "experts" else "right", no_wrap=True)
+    best = max(outcomes, key=lambda outcome: outcome.gain)
     for outcome in outcomes:
-        now, floor = outcome.balancedness, outcome.floor
-        moved = (
-            f"{outcome.num_moves:,}",
-            f"{outcome.num_bytes / 1e9:.1f}",
-            f"{outcome.num_rounds:,}",
-        )
+        now, floor, moved = outcome.balancedness, outcome.floor, outcome.moved
         planned = "left" if outcome.refusal else "planned"
+        steps = (
+            (f"{moved.num_moves:,}", f"{moved.num_bytes / 1e9:.1f}", f"{moved.num_rounds:,}")
+            if moved
+            else ("", "", "")
+        )
         table.add_row(
             str(outcome.num_redundant),
+            f"{outcome.redundant_bytes_per_rank / 1e9:.1f}",
             planned if outcome.is_planned else "evenly",
             f"{now.overall:.3f}",
             f"{now.overall / floor.overall:.0%}",
             f"{now.worst_layer:.3f}",
             f"{now.worst_layer / floor.worst_layer:.0%}",
             f"{outcome.seconds_per_pass * 1e3:.2f} ms",
-            f"{outcome.gain:+.1%}",
-            *(moved if outcome.is_planned else ("", "", "")),
+            f"{outcome.expected_gain:+.1%}",
+            f"{outcome.gain:+.1%}{' most' if outcome is best else ''}",
+            *steps,
         )
     return table

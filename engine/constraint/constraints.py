@@ -1,9 +1,9 @@
 """Makes matchers for requests: compiles grammars on threads of its own, and keeps them.
 
 Called on a worker's event loop (any thread may), never on the one that runs steps; that one gets
-the finished matcher. Nothing is read, imported or started before the first grammar comes. What is
-compiled is kept by its text, the least recently used first to go once all of it is too large; two
-requests with one grammar compile it once.
+the finished matcher. Nothing is read, imported or started before the first grammar comes, unless
+`warm` was called. What is compiled is kept by its text, the least recently used first to go once
+all of it is too large; two requests with one grammar compile it once.
 """
 
 import importlib
@@ -130,6 +130,16 @@ class Constraints:
             lambda compiled: settle(lambda: make(compiled.result().begin()))
         )
         return made
+
+    def warm(self) -> None:
+        """Load the compiler, and sort the vocabulary, now: blocks for seconds.
+
+        A model without a tokenizer serves all but grammars: that is only told of.
+        """
+        try:
+            self._open()
+        except InvalidRequestError as error:
+            logger.warning("structured output will be refused: %s", error)
 
     @property
     def num_cached_bytes(self) -> int:

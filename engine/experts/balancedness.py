@@ -67,11 +67,25 @@ def rank_rows(
     Tokens of an expert are dealt to its slots in turn (`ExpertPlacement.to_physical`), so a slot
     gets the expert's rows divided by its slots.
     """
+    slots_LPN = slot_rows(counts_NLE, placement_LP)
+    layers, num_slots, rows = slots_LPN.shape
+    by_rank_LRSN = slots_LPN.reshape(layers, num_ranks, num_slots // num_ranks, rows)
+    sums: NDArray[np.float64] = by_rank_LRSN.sum(axis=2).transpose(2, 0, 1)
+    return sums
+
+
+def slot_rows(
+    counts_NLE: NDArray[np.int64], placement_LP: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return [L, P, N] float64, rows that come to each slot.
+
+    Rows of the trace last: slots are then gathered, and ranks added up, by whole lines of memory.
+    """
     rows, layers, experts = counts_NLE.shape
     share_NLE = counts_NLE / np.maximum(copies_of(placement_LP, experts), 1)
-    slots_NLP = np.take_along_axis(share_NLE, placement_LP[None], axis=2)
-    sums: NDArray[np.float64] = slots_NLP.reshape(rows, layers, num_ranks, -1).sum(axis=3)
-    return sums
+    share_XN = np.ascontiguousarray(share_NLE.reshape(rows, -1).T)
+    slots: NDArray[np.float64] = share_XN[placement_LP + np.arange(layers)[:, None] * experts]
+    return slots
 
 
 def balancedness_of(load_NLR: NDArray[np.float64]) -> Balancedness:

@@ -128,7 +128,8 @@ def plan_placement(
     """
     _check(window, current_LP, num_ranks, num_hosts)
     terms = terms or Terms()
-    sample_NLE = window.counts_NLE[:: max(window.num_rows // _SAMPLED_ROWS, 1)]
+    sampled = np.linspace(0, window.num_rows - 1, min(window.num_rows, _SAMPLED_ROWS))
+    sample_NLE = window.counts_NLE[sampled.astype(np.int64)]
     seconds_L = partial(
         model.layer_seconds,
         sample_NLE,
@@ -141,10 +142,10 @@ def plan_placement(
     # Ranks receive side by side, so a layer's moves take the time of one rank's share of them.
     s_per_move = each_move / num_ranks / terms.horizon_passes
     candidates = _candidates(window, current_LP, num_ranks, num_hosts)
-    chosen_LP, saved_L = _choose(current_LP, candidates, seconds_L, s_per_move)
+    chosen_LP, now_L, then_L = _choose(current_LP, candidates, seconds_L, s_per_move)
     moves_L = (chosen_LP != current_LP).sum(axis=1)
     # What saves most for each move comes first: one may stop behind any round.
-    order = np.argsort(-saved_L / np.maximum(moves_L, 1), kind="stable")
+    order = np.argsort((then_L - now_L) / np.maximum(moves_L, 1), kind="stable")
     target_LP, rounds = order_moves(
         current_LP, chosen_LP, num_ranks=num_ranks, layers=[int(i) for i in order if moves_L[i]]
     )
@@ -152,8 +153,8 @@ def plan_placement(
         balancedness_of(rank_rows(sample_NLE, placed_LP, num_ranks))
         for placed_LP in (current_LP, target_LP)
     )
-    then_s, now_s = float(seconds_L(target_LP).sum()), float(seconds_L(current_LP).sum())
-    gain = _gain(now_s, then_s, model.other_s_per_pass)
+    # Which slot of its rank an expert has, the way's choice, is nothing to a rank's time.
+    gain = _gain(float(now_L.sum()), float(then_L.sum()), model.other_s_per_pass)
     expectation = _expect(gain, rounds, window.expert_bytes, before, after)
     refusal = _refusal(expectation, terms)
     return Plan(
@@ -171,6 +172,10 @@ def _candidates(
     load_LE = window.counts_NLE.sum(axis=0).astype(np.float64)
     few_LP = rearrange(current_LP, load_LE, num_ranks=num_ranks)
     found = [few_LP]
+    if 1 < num_ranks <= window.num_groups:
+        # Ranks that have room for whole groups: those together save tokens their ways.
+        whole = window.num_groups
+        found.append(rearrange(current_LP, load_LE, num_ranks=num_ranks, num_groups=whole))
     pairs_LEE = window.coactivation_LEE
     if num_hosts > 1 and pairs_LEE is not None:
         found.append(
@@ -207,20 +212,23 @@ def _choose(
     candidates: Sequence[NDArray[np.int64]],
     seconds_L: Callable[[NDArray[np.int64]], NDArray[np.float64]],
     s_per_move: float,
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
     """For each layer what saves most of a pass, less its moves; standing still saves nothing.
 
     Returns:
-        The placement, and [L] the seconds that it saves of each pass of the horizon.
+        The placement, and [L] seconds of each layer in a pass, as experts stand now and in it.
     """
     now_L = seconds_L(current_LP)
-    chosen_LP, best_L = current_LP, np.zeros(len(now_L))
+    chosen_LP, then_L, best_L = current_LP, now_L, np.zeros(len(now_L))
     for candidate_LP in candidates:
         moves_L = (candidate_LP != current_LP).sum(axis=1)
-        saved_L = now_L - seconds_L(candidate_LP) - moves_L * s_per_move
-        chosen_LP = np.where((saved_L > best_L)[:, None], candidate_LP, chosen_LP)
+        candidate_L = seconds_L(candidate_LP)
+        saved_L = now_L - candidate_L - moves_L * s_per_move
+        is_better_L = saved_L > best_L
+        chosen_LP = np.where(is_better_L[:, None], candidate_LP, chosen_LP)
+        then_L = np.where(is_better_L, candidate_L, then_L)
         best_L = np.maximum(saved_L, best_L)
-    return chosen_LP, best_L
+    return chosen_LP, now_L, then_L
 
 
 def _gain(before_s: float, after_s: float, other_s: float) -> float:

@@ -1,20 +1,22 @@
 """A trace replayed on another cluster: what its balance, its plans and redundant experts would be.
 
 The first rows are planned from, the others are measured, so no plan is judged by what it was made
-from. Experts stand evenly at first, as an instance without a trace places them.
+from. Experts stand evenly at first, as an instance without a trace places them. How many redundant
+experts to take is chosen by the rows planned from, too: what they expect is told beside what came.
 
 Letters in shapes: E logical experts, P physical slots, R ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from engine.experts.balancedness import Balancedness, balancedness_of, even_placement, rank_rows
-from engine.experts.plan import Plan, Terms, describe_cost, plan_placement
+from engine.experts.plan import Expectation, Terms, describe_cost, plan_placement
 from engine.experts.summary import check_not_empty, floor_of
 from runtime.errors import ConfigError
 
@@ -31,12 +33,10 @@ class Cluster:
 
     Attributes:
         num_ranks: R, expert-parallel ranks.
-        num_redundant: P - E, slots beyond one for each expert.
         num_hosts: that neighbouring ranks share.
     """
 
     num_ranks: int
-    num_redundant: int = 0
     num_hosts: int = 1
 
 
@@ -46,28 +46,26 @@ class Outcome:
 
     Attributes:
         num_redundant: P - E.
-        is_planned: whether experts were moved by the plan; False: dealt evenly.
+        redundant_bytes_per_rank: what these take of a rank's memory, all layers.
+        is_planned: whether experts stand as the plan wants them; False: dealt evenly.
         balancedness: in rows.
         floor: of uniform routing with the same batch, slots and layers.
         seconds_per_pass: modelled, of the experts' part.
         gain: throughput over that of the first outcome, less 1.
-        moves: "" or what the plan takes, in words.
-        num_moves: experts that change their slot.
-        num_bytes: copied for it.
-        num_rounds: steps that flip a map.
+        expected_gain: the same, by the rows that were planned from.
+        moved: what the plan moves; None where it moves nothing, or nothing was planned.
         refusal: why the plan moves nothing; "" where it does, or nothing was planned.
     """
 
     num_redundant: int
+    redundant_bytes_per_rank: int
     is_planned: bool
     balancedness: Balancedness
     floor: Balancedness
     seconds_per_pass: float
-    gain: float
-    moves: str = ""
-    num_moves: int = 0
-    num_bytes: int = 0
-    num_rounds: int = 0
+    gain: float = 0.0
+    expected_gain: float = 0.0
+    moved: Expectation | None = None
     refusal: str = ""
 
 
@@ -78,17 +76,25 @@ class Simulation:
     Attributes:
         num_window_rows: that plans were made from.
         num_measured_rows: that everything was measured on.
-        outcomes: experts dealt evenly and planned, without redundant experts where ranks can share
-            the experts, then with them; gains are over the first.
-        redundant_bytes_per_rank: what redundant experts take of a rank's memory, all layers.
+        outcomes: by numbers of redundant experts, least first. Of up to two numbers experts dealt
+            evenly and planned; of more the planned ones, behind those dealt evenly of the first.
+            Gains are over the first.
+        chosen_redundant: the number that the rows planned from speak for: the least of which no
+            larger one is expected to bring a plan's least gain more.
         advice: which outcome to take and why, in a sentence.
     """
 
     num_window_rows: int
     num_measured_rows: int
     outcomes: tuple[Outcome, ...]
-    redundant_bytes_per_rank: int
+    chosen_redundant: int
     advice: str
+
+    @property
+    def chosen(self) -> Outcome:
+        """The planned outcome of `chosen_redundant`."""
+        planned = (outcome for outcome in self.outcomes if outcome.is_planned)
+        return next(o for o in planned if o.num_redundant == self.chosen_redundant)
 
     def describe(self) -> dict[str, Any]:
         """For JSON."""
@@ -99,6 +105,7 @@ def simulate(
     trace: ExpertTrace,
     cluster: Cluster,
     *,
+    redundant: Sequence[int] = (0,),
     model: TimeModel,
     num_window_rows: int | None = None,
     terms: Terms | None = None,
@@ -108,6 +115,7 @@ def simulate(
     Args:
         trace: of one role.
         cluster: to replay it on.
+        redundant: numbers of redundant experts to compare, P - E; least first.
         model: of time.
         num_window_rows: to plan from; None for the first half.
         terms: when a plan pays; None for the defaults.
@@ -120,26 +128,61 @@ def simulate(
     if not 0 < window < trace.num_rows:
         problem = f"the trace has {trace.num_rows} rows, some to plan from and some to measure"
         raise ConfigError("--window", window, problem, f"1 to {trace.num_rows - 1}")
-    _check(trace.num_experts, cluster)
-    replay = _Replay(trace.rows(0, window), trace.rows(window, trace.num_rows), cluster, model)
-    outcomes: list[Outcome] = []
-    choices = {0, cluster.num_redundant}
-    for redundant in sorted(choices):
-        if not (trace.num_experts + redundant) % cluster.num_ranks:
-            outcomes += replay.outcomes(redundant, terms)
-    other, base = model.other_s_per_pass, outcomes[0].seconds_per_pass
-    gained = tuple(
-        _with_gain(outcome, (base + other) / (outcome.seconds_per_pass + other) - 1)
-        for outcome in outcomes
+    _check(trace.num_experts, cluster, redundant)
+    terms = terms or Terms()
+    parts = trace.rows(0, window), trace.rows(window, trace.num_rows)
+    replay = _Replay(*parts, cluster, model, terms)
+    measured: list[Outcome] = []
+    expected_s: list[float] = []
+    for number in redundant:
+        for is_planned in (False, True) if not measured or len(redundant) <= 2 else (True,):
+            outcome, seconds = replay.outcome(number, is_planned=is_planned)
+            measured.append(outcome)
+            expected_s.append(seconds)
+    other = model.other_s_per_pass
+    base, expected_base = measured[0].seconds_per_pass + other, expected_s[0] + other
+    outcomes = tuple(
+        replace(
+            outcome,
+            gain=base / (outcome.seconds_per_pass + other) - 1,
+            expected_gain=expected_base / (seconds + other) - 1,
+        )
+        for outcome, seconds in zip(measured, expected_s, strict=True)
     )
-    each = trace.expert_bytes * trace.num_layers
+    planned = [outcome for outcome in outcomes if outcome.is_planned]
+    chosen = planned[0]
+    for outcome in planned[1:]:
+        if outcome.expected_gain >= chosen.expected_gain + terms.min_gain:
+            chosen = outcome
     return Simulation(
         num_window_rows=window,
         num_measured_rows=trace.num_rows - window,
-        outcomes=gained,
-        redundant_bytes_per_rank=each * cluster.num_redundant // cluster.num_ranks,
-        advice=_advise(gained, terms or Terms()),
+        outcomes=outcomes,
+        chosen_redundant=chosen.num_redundant,
+        advice=_advise(outcomes, terms),
     )
+
+
+def shared_numbers(
+    num_experts: int, num_ranks: int, lowest: int = 0, highest: int | None = None
+) -> tuple[int, ...]:
+    """Numbers of redundant experts that ranks can share evenly with the others.
+
+    Args:
+        num_experts: E.
+        num_ranks: R, 1 or more.
+        lowest: of them, 0 or more.
+        highest: None for those a planner tries by itself: the least, then 1, 2, 4, 8 slots more a
+            rank and so on, and no more than experts.
+    """
+    first = lowest + -(num_experts + lowest) % num_ranks
+    if highest is not None:
+        return tuple(range(first, highest + 1, num_ranks))
+    found, more = [first], 1
+    while first + more * num_ranks <= num_experts:
+        found.append(first + more * num_ranks)
+        more *= 2
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,61 +191,49 @@ class _Replay:
     measured: ExpertTrace
     cluster: Cluster
     model: TimeModel
+    terms: Terms
 
-    def outcomes(self, redundant: int, terms: Terms | None) -> list[Outcome]:
-        """Dealt evenly, and planned."""
+    def outcome(self, redundant: int, *, is_planned: bool) -> tuple[Outcome, float]:
+        """Measure one placement, and model the seconds of a pass in the rows planned from."""
         experts, ranks = self.window.num_experts, self.cluster.num_ranks
-        slots = experts + redundant
-        even_LP = np.tile(even_placement(experts, slots, ranks), (self.window.num_layers, 1))
-        floor = floor_of(self.measured, num_ranks=ranks, num_slots=slots)
-        plan = plan_placement(
-            self.window,
-            even_LP,
-            num_ranks=ranks,
-            num_hosts=self.cluster.num_hosts,
-            model=self.model,
-            terms=terms,
-        )
-        return [
-            self._measure(even_LP, redundant, floor, None),
-            self._measure(plan.target_LP, redundant, floor, plan),
-        ]
-
-    def _measure(
-        self,
-        placement_LP: NDArray[np.int64],
-        redundant: int,
-        floor: Balancedness,
-        plan: Plan | None,
-    ) -> Outcome:
-        counts_NLE, ranks = self.measured.counts_NLE, self.cluster.num_ranks
-        seconds_L = self.model.layer_seconds(
-            counts_NLE,
-            placement_LP,
-            num_ranks=ranks,
-            num_hosts=self.cluster.num_hosts,
-            passes_per_row=self.measured.passes_per_row,
-            coactivation_LEE=self.measured.coactivation_LEE,
-        )
-        moved = plan.expectation if plan is not None and not plan.refusal else None
-        return Outcome(
+        slots, layers = experts + redundant, self.window.num_layers
+        placement_LP = np.tile(even_placement(experts, slots, ranks), (layers, 1))
+        moved, refusal = None, ""
+        if is_planned:
+            plan = plan_placement(
+                self.window,
+                placement_LP,
+                num_ranks=ranks,
+                num_hosts=self.cluster.num_hosts,
+                model=self.model,
+                terms=self.terms,
+            )
+            placement_LP, refusal = plan.target_LP, plan.refusal
+            moved = None if refusal else plan.expectation
+        rows_NLR = rank_rows(self.measured.counts_NLE, placement_LP, ranks)
+        outcome = Outcome(
             num_redundant=redundant,
-            is_planned=plan is not None,
-            balancedness=balancedness_of(rank_rows(counts_NLE, placement_LP, ranks)),
-            floor=floor,
-            seconds_per_pass=float(seconds_L.sum()),
-            gain=0.0,
-            moves=describe_cost(moved) if moved else "",
-            num_moves=moved.num_moves if moved else 0,
-            num_bytes=moved.num_bytes if moved else 0,
-            num_rounds=moved.num_rounds if moved else 0,
-            refusal=plan.refusal if plan else "",
+            redundant_bytes_per_rank=self.window.expert_bytes * layers * redundant // ranks,
+            is_planned=is_planned,
+            balancedness=balancedness_of(rows_NLR),
+            floor=floor_of(self.measured, num_ranks=ranks, num_slots=slots),
+            seconds_per_pass=self._seconds(self.measured, placement_LP),
+            moved=moved,
+            refusal=refusal,
         )
+        return outcome, self._seconds(self.window, placement_LP)
 
-
-def _with_gain(outcome: Outcome, gain: float) -> Outcome:
-    fields = {name: getattr(outcome, name) for name in Outcome.__slots__}
-    return Outcome(**(fields | {"gain": gain}))
+    def _seconds(self, rows: ExpertTrace, placement_LP: NDArray[np.int64]) -> float:
+        """Of the experts' part of a mean pass."""
+        seconds_L = self.model.layer_seconds(
+            rows.counts_NLE,
+            placement_LP,
+            num_ranks=self.cluster.num_ranks,
+            num_hosts=self.cluster.num_hosts,
+            passes_per_row=rows.passes_per_row,
+            coactivation_LEE=rows.coactivation_LEE,
+        )
+        return float(seconds_L.sum())
 
 
 def _advise(outcomes: tuple[Outcome, ...], terms: Terms) -> str:
@@ -215,29 +246,31 @@ def _advise(outcomes: tuple[Outcome, ...], terms: Terms) -> str:
     said = []
     more = [outcome for outcome in outcomes if outcome.num_redundant > least]
     if more and best.num_redundant == least:
-        reached = max(outcome.gain for outcome in more)
+        reached = max(more, key=lambda outcome: outcome.gain)
         said.append(
-            f"{more[0].num_redundant} redundant experts do not pay: {reached:+.1%} with them, "
+            f"{reached.num_redundant} redundant experts do not pay: {reached.gain:+.1%} with them, "
             f"{best.gain:+.1%} with {least}"
         )
     if not best.is_planned:
         refusals = [o.refusal for o in outcomes if o.refusal and o.num_redundant == least]
         said.append(f"leave experts where they are: {(refusals or ['no plan brings more'])[0]}")
     else:
-        cost = f" for {best.moves}" if best.moves else ""
+        cost = f" for {describe_cost(best.moved)}" if best.moved else ""
         said.append(f"plan with {best.num_redundant} redundant experts: {best.gain:+.1%}{cost}")
     return "; ".join(said)
 
 
-def _check(num_experts: int, cluster: Cluster) -> None:
-    ranks, redundant, hosts = cluster.num_ranks, cluster.num_redundant, cluster.num_hosts
+def _check(num_experts: int, cluster: Cluster, redundant: Sequence[int]) -> None:
+    ranks, hosts = cluster.num_ranks, cluster.num_hosts
     if ranks < 1:
         raise ConfigError("--ranks", ranks, "no ranks", "1 or more")
-    if redundant < 0:
-        raise ConfigError("--redundant", redundant, "fewer than no redundant experts", "0 or more")
-    if (num_experts + redundant) % ranks:
-        problem = f"{num_experts} experts and these are not dealt evenly to {ranks} ranks"
-        fix = f"{-num_experts % ranks + ranks * (redundant // ranks)}"
-        raise ConfigError("--redundant", redundant, problem, fix)
+    for number in redundant:
+        if number < 0:
+            problem = "fewer than no redundant experts"
+            raise ConfigError("--redundant", number, problem, "0 or more")
+        if (num_experts + number) % ranks:
+            problem = f"{num_experts} experts and these are not dealt evenly to {ranks} ranks"
+            fix = f"{shared_numbers(num_experts, ranks, ranks * (number // ranks))[0]}"
+            raise ConfigError("--redundant", number, problem, fix)
     if hosts < 1 or ranks % hosts:
         raise ConfigError("--hosts", hosts, f"does not divide {ranks} ranks", "a divisor")

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from engine.experts.balancedness import copies_of
+from engine.experts.balancedness import copies_of, slot_rows
 from engine.experts.gpu_rates import H200
 
 if TYPE_CHECKING:
@@ -133,21 +133,22 @@ class TimeModel:
         coactivation_LEE: NDArray[np.int64] | None = None,
     ) -> NDArray[np.float64]:
         """Return [L] float64, the seconds of each layer's slowest rank in the mean pass."""
-        rows, layers, experts = counts_NLE.shape
-        per_slot_NLE = counts_NLE / copies_of(placement_LP, experts) / passes_per_row
-        slots_NLP = np.take_along_axis(per_slot_NLE, placement_LP[None], axis=2)
+        slots_LPN = slot_rows(counts_NLE, placement_LP)
+        if passes_per_row > 1:
+            slots_LPN /= passes_per_row
         # Of one pass it is known who has rows: fewer rows than copies reach so many of them. Of a
         # mean pass of several it is not; rows come as by Poisson.
-        active_NLP = np.minimum(slots_NLP, 1) if passes_per_row == 1 else -np.expm1(-slots_NLP)
-        by_rank = (rows, layers, num_ranks, -1)
-        rows_NLR = slots_NLP.reshape(by_rank).sum(axis=3)
-        active_NLR = active_NLP.reshape(by_rank).sum(axis=3)
-        work_NLR = np.maximum(active_NLR * self.s_per_active, rows_NLR * self.s_per_row)
+        active_LPN = np.minimum(slots_LPN, 1) if passes_per_row == 1 else -np.expm1(-slots_LPN)
+        layers, num_slots, rows = slots_LPN.shape
+        by_rank = (layers, num_ranks, num_slots // num_ranks, rows)
+        rows_LRN = slots_LPN.reshape(by_rank).sum(axis=2)
+        active_LRN = active_LPN.reshape(by_rank).sum(axis=2)
+        work_LRN = np.maximum(active_LRN * self.s_per_active, rows_LRN * self.s_per_row)
         travel_L = self._travel_seconds(
             counts_NLE.sum(axis=0), placement_LP, num_ranks, num_hosts, coactivation_LEE
         )
-        times_NLR = work_NLR + rows_NLR * travel_L[:, None]
-        seconds: NDArray[np.float64] = times_NLR.max(axis=2).mean(axis=0)
+        times_LRN = work_LRN + rows_LRN * travel_L[:, None, None]
+        seconds: NDArray[np.float64] = times_LRN.max(axis=1).mean(axis=1)
         return seconds
 
     def _travel_seconds(

@@ -77,6 +77,8 @@ class ModelSection:
     dtype: str = "auto"
     """Compute type: "float32", "bfloat16", or "auto" (bfloat16 where a role runs on GPUs, whose
     fast kernels know nothing else, and float32 on CPUs)."""
+    warm_grammars: bool = False
+    """Whether routers and workers are ready for grammars before a request asks for one."""
 
     def __post_init__(self) -> None:
         one_of("model.load_format", self.load_format, ("safetensors", "dummy"))

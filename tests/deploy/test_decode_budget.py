@@ -74,7 +74,8 @@ def plan(**changes: Any) -> DecodePlan:
     [
         ({"num_ranks": 72}, "num_redundant_experts", "32"),
         ({"num_ranks": 72, "num_redundant_experts": -8}, "num_redundant_experts", "0 or more"),
-        ({"num_ranks": 4}, "dp", "more ranks"),
+        ({"num_ranks": 4}, "dp", "8 or more ranks"),
+        ({"num_redundant_experts": 256}, "num_redundant_experts", "112 or less"),
         ({"max_num_seqs": 129}, "max_num_seqs", "128, or a larger max_tokens_per_rank"),
         ({"max_num_seqs": 96, "num_speculative_tokens": 1}, "max_num_seqs", "64, or"),
         ({"max_num_seqs": 64, "max_tokens_per_rank": 100}, "max_tokens_per_rank", "112"),
@@ -103,6 +104,39 @@ def test_following_the_fix_helps() -> None:
     divide_memory(DEEPSEEK_V3, dataclasses.replace(asked, max_num_seqs=fewer))
     with pytest.raises(ConfigError):
         divide_memory(DEEPSEEK_V3, dataclasses.replace(asked, max_num_seqs=fewer + 1))
+
+
+def test_the_number_of_redundant_experts_that_is_named_fits_and_no_more_do() -> None:
+    asked = plan(num_redundant_experts=256)
+    with pytest.raises(ConfigError) as caught:
+        divide_memory(DEEPSEEK_V3, asked)
+    fits = int(caught.value.fix.split()[0])
+    assert divide_memory(DEEPSEEK_V3, plan(num_redundant_experts=fits)).num_blocks > 0
+    with pytest.raises(ConfigError):
+        divide_memory(DEEPSEEK_V3, plan(num_redundant_experts=fits + 8))
+
+
+def test_the_number_of_ranks_that_is_named_fits_and_none_before_does() -> None:
+    with pytest.raises(ConfigError) as caught:
+        divide_memory(DEEPSEEK_V3, plan(num_ranks=2))
+    ranks = int(caught.value.fix.split()[0])
+    assert divide_memory(DEEPSEEK_V3, plan(num_ranks=ranks)).num_blocks > 0
+    with pytest.raises(ConfigError):
+        divide_memory(DEEPSEEK_V3, plan(num_ranks=ranks // 2))
+
+
+def test_redundant_experts_and_those_on_the_move_take_of_the_kv() -> None:
+    budgets = [
+        divide_memory(DEEPSEEK_V3, plan(**changes))
+        for changes in ({}, {"num_redundant_experts": 8}, {"moves_experts": True})
+    ]
+    still, redundant, moving = budgets
+    expert = 44_040_192 + 10_752  # Weights, and a float32 for every block of them.
+    assert redundant.weights - still.weights == DEEPSEEK_V3.num_moe_layers * expert
+    assert moving.moving == 2 * (expert + 256)
+    block_bytes = still.kv // still.num_blocks  # KV is whole blocks.
+    assert abs(still.kv - moving.kv - moving.moving) < block_bytes
+    assert redundant.num_blocks < moving.num_blocks <= still.num_blocks
 
 
 def test_a_byte_instead_of_two_per_number_holds_twice_as_many_blocks() -> None:

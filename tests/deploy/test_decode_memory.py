@@ -80,7 +80,8 @@ def test_the_files_are_valid(
         ({"max_tokens_per_rank": 128}, "decode.max_num_seqs", "128, or"),
         ({"max_tokens_per_rank": 2048}, "decode.max_tokens_per_rank", "1024 or less"),
         ({"num_blocks": 40000}, "decode.num_blocks", "or less, or more ranks"),
-        ({"dp": 4, "num_redundant_experts": 0}, "decode.dp", "more ranks"),
+        ({"dp": 4, "num_redundant_experts": 0}, "decode.dp", "8 or more ranks"),
+        ({"dp": 8, "num_redundant_experts": 256}, "decode.num_redundant_experts", "or less"),
         ({"dp": 12, "num_redundant_experts": 32}, "decode.dp", "8"),
     ],
 )

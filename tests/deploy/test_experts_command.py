@@ -75,7 +75,7 @@ def test_simulate_says_what_a_plan_and_redundant_experts_bring(
     shown = capsys.readouterr().out
     assert "replayed     on 4 ranks of 1 hosts, NVIDIA H200; 3 rows planned from" in shown
     assert "of floor" in shown
-    assert "GB a rank for 4 redundant experts" in shown
+    assert "redundant experts by the rows planned from, " in shown
     assert "advice       " in shown
 
 
@@ -90,6 +90,23 @@ def test_simulate_tells_programs_the_same(skewed: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
+    ("numbers", "compared"),
+    [("4", [0, 0, 4, 4]), ("3..12", [4, 4, 8, 12]), ("auto", [0, 0, 4, 8, 16])],
+)
+def test_simulate_compares_a_number_a_range_or_what_the_planner_tries(
+    skewed: Path, numbers: str, compared: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["experts", "simulate", str(skewed), "--redundant", numbers, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [outcome["num_redundant"] for outcome in told["outcomes"]] == compared
+    assert told["chosen_redundant"] in compared
+    assert main(["experts", "simulate", str(skewed), "--redundant", numbers]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(" most") == 1
+    assert f"chosen       {told['chosen_redundant']} redundant experts" in shown
+
+
+@pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--role", "decode"], "--role = 'decode'"),
@@ -98,6 +115,10 @@ def test_simulate_tells_programs_the_same(skewed: Path, capsys: pytest.CaptureFi
         (["--other-ms", "-1"], "--other-ms = -1.0"),
         (["--horizon", "0"], "--horizon = 0"),
         (["--window", "6"], "Fix: 1 to 5"),
+        (["--redundant", "some"], "Fix: a number, 0..32, or auto"),
+        (["--redundant", "3"], "Fix: 0"),
+        (["--redundant", "1..3"], "Fix: 1..4"),
+        (["--redundant", "4..1"], "Fix: 4..4"),
     ],
 )
 def test_simulate_refuses_what_cannot_be(

@@ -74,7 +74,7 @@ class Forecast(BaseModel):
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = ClusterConfig(
-        model=ModelSection(path=str(folder), name="tandem-python"),
+        model=ModelSection(path=str(folder), name="tandem-python", warm_grammars=True),
         prefill=PrefillSection(num_blocks=64),
         decode=DecodeSection(num_blocks=64),
     )

@@ -1,8 +1,9 @@
 """The grammars of one router process: made in a process beside it, and kept.
 
-Nothing is started or imported before the first form comes. What takes too long, or ends the other
-process, is refused, and remembered as such: another one is started for what comes next. Two
-requests with one form wait for one grammar. One event loop owns all of this and never waits.
+Nothing is started or imported before the first form comes, unless `warm` was called. What takes too
+long, or ends the other process, is refused, and remembered as such: another one is started for what
+comes next. Two requests with one form wait for one grammar. One event loop owns all of this and
+never waits.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Compilers:
         self._kept: OrderedDict[bytes, _Answer] = OrderedDict()
         self._num_kept_bytes = 0
         self._pending: dict[bytes, asyncio.Task[_Answer]] = {}
+        self._warming: asyncio.Task[None] | None = None
 
     @property
     def num_pending(self) -> int:
@@ -92,12 +94,26 @@ class Compilers:
         grammars: list[str] = answer["grammars"]
         return grammars
 
+    def warm(self) -> None:
+        """Start the process now, and return at once; the first form waits if it is not ready."""
+        self._warming = asyncio.create_task(self._warm(), name="grammar-process")
+
     async def close(self) -> None:
         """End the process; who waits is told nothing more."""
-        for task in self._pending.values():
+        tasks: list[asyncio.Task[Any]] = list(self._pending.values())
+        if self._warming is not None:
+            tasks.append(self._warming)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._pending.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._end()
+
+    async def _warm(self) -> None:
+        async with self._turn:
+            try:
+                await self._running()
+            except InternalError as error:  # the first request is told so, too
+                logger.warning("structured output is not ready: %s", error)
 
     async def _wait_for(self, key: bytes, line: bytes) -> _Answer:
         task = self._pending.get(key)

@@ -45,6 +45,31 @@ def test_a_budget_alone_needs_no_tokenizer() -> None:
     assert matcher.is_binding
 
 
+def test_what_is_warmed_is_opened_once_and_before_a_request() -> None:
+    opened: list[int] = []
+
+    def open_compiler(folder: Path, vocab_size: int) -> FakeCompiler:
+        opened.append(vocab_size)
+        return FakeCompiler()
+
+    constraints = Constraints("/nonexistent", VOCAB, open_compiler=open_compiler)
+    assert not opened
+    constraints.warm()
+    assert opened == [VOCAB]
+    constraints.begin(ask("3 4")).result(TIMEOUT_S)
+    assert opened == [VOCAB]
+    constraints.close()
+
+
+def test_a_model_without_a_tokenizer_is_warmed_and_serves_what_needs_none(tmp_path: Path) -> None:
+    constraints = Constraints(tmp_path, VOCAB)
+    constraints.warm()
+    assert constraints.begin(SamplingParams()).result(0) is None
+    with pytest.raises(InvalidRequestError):
+        constraints.begin(ask("1 2")).result(TIMEOUT_S)
+    constraints.close()
+
+
 def test_others_do_not_wait_for_a_grammar_that_takes_long() -> None:
     compiler = FakeCompiler()
     constraints = make(compiler)

@@ -1,5 +1,7 @@
 """Moves lead from one placement to another, and every placement between can serve."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -64,6 +66,7 @@ def test_every_round_can_be_staged_and_leaves_all_experts_standing(
     reached, rounds = order_moves(current, target, num_ranks=num_ranks)
     assert np.array_equal(replay(current, rounds, num_ranks), reached)
     assert np.array_equal(by_rank(reached, num_ranks), by_rank(target, num_ranks))
+    assert sum(map(len, rounds)) <= (current != target).sum()
 
 
 def test_a_circle_of_last_copies_is_one_round() -> None:
@@ -79,6 +82,34 @@ def test_circles_of_several_slots_of_a_rank_are_cut() -> None:
     current, target = np.array([[0, 1, 2, 3]]), np.array([[2, 3, 0, 1]])
     _, rounds = order_moves(current, target, num_ranks=2)
     assert [len(moves) for moves in rounds] == [2, 2]
+
+
+@pytest.mark.parametrize("redundant", [0, 32])
+def test_rounds_are_hardly_more_than_the_busiest_rank_receives(redundant: int) -> None:
+    generator = np.random.default_rng(3)
+    shape = {"num_layers": 12, "num_experts": 96 - redundant, "num_slots": 96}
+    current, target = (random_placement(generator, **shape) for _ in range(2))
+    _, rounds = order_moves(current, target, num_ranks=8)
+    received = Counter(move.slot // 12 for moves in rounds for move in moves)
+    assert max(received.values()) <= len(rounds) <= 1.15 * max(received.values())
+
+
+def test_a_chain_of_last_copies_needs_no_round_more_than_one() -> None:
+    # Expert 0 has a copy to spare, so nobody need close a circle; all still move at one step.
+    current, target = np.array([[0, 1, 2, 0]]), np.array([[1, 2, 0, 0]])
+    _, rounds = order_moves(current, target, num_ranks=4)
+    assert [sorted(move.slot for move in moves) for moves in rounds] == [[0, 1, 2]]
+
+
+def test_what_loses_all_its_slots_leaves_the_last_one_behind_an_arrival() -> None:
+    # Expert 1 leaves both of its slots, and its one way is to slot 0, of a rank that is busy first.
+    current = np.array([[0, 0, 1, 1], [0, 1, 1, 0]])
+    target = np.array([[1, 0, 1, 1], [1, 0, 0, 0]])
+    _, rounds = order_moves(current, target, num_ranks=4)
+    replay(current, rounds, 4)
+    when = {(move.layer, move.slot): at for at, moves in enumerate(rounds) for move in moves}
+    assert when[1, 0] == 1
+    assert sorted([when[1, 1], when[1, 2]]) == [0, 1]
 
 
 def test_moves_of_different_layers_share_rounds() -> None:

@@ -15,6 +15,8 @@ import aiohttp
 
 START_S = 60.0
 CALL_S = 60.0
+_BETWEEN_PAGES = ("navigated or closed", "context was destroyed", "Cannot find context")
+"""What an expression fails with whose page is replaced meanwhile."""
 KEY_CODES = {
     "Enter": 13,
     "Escape": 27,
@@ -85,10 +87,18 @@ class Tab:
         return result["result"].get("value")
 
     async def until(self, expression: str, timeout_s: float = 60.0) -> None:
-        """Wait until ``expression`` is true."""
+        """Wait until ``expression`` is true, on this page or on one that takes its place."""
         async with asyncio.timeout(timeout_s):
-            while not await self.evaluate(expression):
+            while not await self._is_true(expression):
                 await asyncio.sleep(0.05)
+
+    async def _is_true(self, expression: str) -> bool:
+        try:
+            return bool(await self.evaluate(expression))
+        except RuntimeError as error:
+            if any(between in str(error) for between in _BETWEEN_PAGES):
+                return False
+            raise
 
     async def resize(self, width: int, height: int, *, scale: float = 1.0) -> None:
         """The window's size."""

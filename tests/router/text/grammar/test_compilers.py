@@ -40,6 +40,23 @@ async def test_nothing_is_started_before_it_is_asked_for(made: Compilers) -> Non
     assert made.process_id is not None
 
 
+async def test_a_process_that_is_warmed_serves_the_first_form(made: Compilers) -> None:
+    made.warm()
+    while made.process_id is None:
+        await asyncio.sleep(0.01)
+    warmed = made.process_id
+    await made.compile([matching("[a-z]")], param="field")
+    assert made.process_id == warmed
+
+
+async def test_what_cannot_be_warmed_is_told_to_the_first_request(tmp_path: Path) -> None:
+    made = Compilers(tmp_path / "no model", 100)
+    made.warm()
+    with pytest.raises(InternalError, match="does not start: it ended with status 1"):
+        await made.compile([matching("[a-z]")], param="field")
+    await made.close()
+
+
 async def test_a_process_that_does_not_start_is_told_with_its_end(tmp_path: Path) -> None:
     made = Compilers(tmp_path / "no model", 100)
     with pytest.raises(InternalError, match="does not start: it ended with status 1"):
