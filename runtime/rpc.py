@@ -89,6 +89,9 @@ _STATUS_ERRORS: dict[grpc.StatusCode, type[TandemError]] = {
     grpc.StatusCode.CANCELLED: RequestCancelledError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
 }
+_BROKEN_CALL = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+"""What gRPC's asyncio client makes itself (``_AioCall.set_internal_error``) when a write or a read
+of a call fails before it has heard the status that ended the call: the peer is going."""
 
 
 class _RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -295,7 +298,8 @@ def map_rpc_errors(peer: str, request_id: str = "") -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        error_type = _STATUS_ERRORS.get(error.code(), InternalError)
+        is_broken = (error.code(), error.details()) == _BROKEN_CALL
+        error_type = PeerLostError if is_broken else _STATUS_ERRORS.get(error.code(), InternalError)
         text = f"{peer}: {error.code().name}: {error.details()}"
         raise error_type(text, request_id=request_id) from error
     except grpc.aio.UsageError as error:

@@ -22,7 +22,7 @@ a layer, or one host of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+_HOT_SHARE: Final = 0.3
+"""Of what a mean rank carries: slots that carry less can be dealt to even ranks."""
 
 
 def balance_experts(
@@ -116,6 +119,30 @@ def replicate(load_TBE: NDArray[np.float64], num_slots: int, num_ranks: int) -> 
         carried_B = weight_BE[entries, most_B] / copies_B
         carried_BE[entries, most_B] = np.where(copies_B < most_copies, carried_B, 0.0)
     return copies_BE
+
+
+def replicate_hot(
+    load_LE: NDArray[np.float64], num_slots: int, num_ranks: int
+) -> NDArray[np.int64]:
+    """Return [L, E] int64, slots of each expert where a copy is to part no more than it must.
+
+    Spare slots go to an expert whose slots carry more than ranks can be evened out by
+    (`_HOT_SHARE`), as long as there is one; the others go to the experts that carry least, where a
+    copy draws next to nothing to another rank.
+    """
+    layers, num_experts = load_LE.shape
+    at = np.arange(layers)
+    copies_LE, carried_LE = np.ones(load_LE.shape, np.int64), load_LE.copy()
+    hot_L = _HOT_SHARE * load_LE.sum(axis=1) / num_ranks
+    cold_LE, turn_L = np.argsort(load_LE, axis=1), np.zeros(layers, np.int64)
+    for _ in range(num_slots - num_experts):
+        most_L = carried_LE.argmax(axis=1)
+        is_hot_L = (carried_LE[at, most_L] > hot_L) & (copies_LE[at, most_L] < num_ranks)
+        gets_L = np.where(is_hot_L, most_L, cold_LE[at, turn_L % num_experts])
+        turn_L += ~is_hot_L
+        copies_LE[at, gets_L] += 1
+        carried_LE[at, gets_L] = load_LE[at, gets_L] / copies_LE[at, gets_L]
+    return copies_LE
 
 
 def _place(load_TBE: NDArray[np.float64], num_slots: int, num_ranks: int) -> NDArray[np.int64]:

@@ -172,6 +172,10 @@ def _candidates(
     load_LE = window.counts_NLE.sum(axis=0).astype(np.float64)
     few_LP = rearrange(current_LP, load_LE, num_ranks=num_ranks)
     found = [few_LP]
+    if 1 < num_ranks <= window.num_groups:
+        # Ranks that have room for whole groups: those together save tokens their ways.
+        whole = window.num_groups
+        found.append(rearrange(current_LP, load_LE, num_ranks=num_ranks, num_groups=whole))
     pairs_LEE = window.coactivation_LEE
     if num_hosts > 1 and pairs_LEE is not None:
         found.append(

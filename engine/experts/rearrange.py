@@ -7,6 +7,9 @@ the two slots whose exchange evens the pair best, over and over, until the fulle
 tolerance of the mean or nothing helps. *Keep* serves a placement that was computed afresh: ranks
 take the names, and slots the places, that most experts have already.
 
+With groups of experts, an exchange is also judged by how far it tears them apart, and only what is
+too hot to be dealt gets copies; spare slots that are left hold what is coldest.
+
 Letters in shapes: L MoE layers, E logical experts, P physical slots, R ranks, S slots of a rank.
 """
 
@@ -16,8 +19,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from engine.experts.balance import replicate
+from engine.experts.balance import replicate, replicate_hot
 from engine.experts.balancedness import copies_of
+from engine.experts.group_loads import GroupLoads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,6 +30,8 @@ _PARTNERS: Final = 6
 """How many of the lightest ranks are tried in turn before a layer is left as it is."""
 _EXCHANGES: Final = 256
 """The most of a layer: each lightens its fullest rank, so far fewer are used."""
+_TORN_WEIGHT: Final = 0.5
+"""Of what an exchange tears, beside what it leaves uneven; from 0.3 to 1 plans are as good."""
 
 
 def rearrange(
@@ -34,6 +40,7 @@ def rearrange(
     *,
     num_ranks: int,
     tolerance: float = 0.01,
+    num_groups: int = 1,
 ) -> NDArray[np.int64]:
     """Even ranks out by few moves.
 
@@ -42,6 +49,7 @@ def rearrange(
         load_LE: work of each expert, more than nothing of some expert in every layer.
         num_ranks: R.
         tolerance: by how much the fullest rank may pass the mean and is left alone.
+        num_groups: of neighbouring experts, that are to be torn apart little; 1: they do not count.
 
     Returns:
         [L, P] int64. Every expert has a slot, and no two on one rank where that can be avoided.
@@ -50,17 +58,28 @@ def rearrange(
     num_slots, num_experts = current_LP.shape[1], load_LE.shape[1]
     load_LE = np.maximum(load_LE, 1e-6 * np.maximum(load_LE.mean(axis=1, keepdims=True), 1e-30))
     if num_slots > num_experts:
-        _recast(placement_LP, load_LE, num_ranks)
+        choose = replicate_hot if num_groups > 1 else _replicate_once
+        _recast(placement_LP, load_LE, choose(load_LE, num_slots, num_ranks), num_ranks)
         _part_twins(placement_LP, load_LE, num_ranks)
-    _exchange(placement_LP, load_LE, num_ranks, tolerance)
+    _exchange(placement_LP, load_LE, num_ranks, tolerance, num_groups)
     return placement_LP
 
 
-def _recast(placement_LP: NDArray[np.int64], load_LE: NDArray[np.float64], num_ranks: int) -> None:
+def _replicate_once(
+    load_LE: NDArray[np.float64], num_slots: int, num_ranks: int
+) -> NDArray[np.int64]:
+    return replicate(load_LE[None], num_slots, num_ranks)
+
+
+def _recast(
+    placement_LP: NDArray[np.int64],
+    load_LE: NDArray[np.float64],
+    wanted_LE: NDArray[np.int64],
+    num_ranks: int,
+) -> None:
     """Give slots of experts with a copy too many to those with too few, heaviest first."""
     layers, num_slots = placement_LP.shape
     num_experts, share = load_LE.shape[1], num_slots // num_ranks
-    wanted_LE = replicate(load_LE[None], num_slots, num_ranks)
     copies_LE = copies_of(placement_LP, num_experts)
     lacks_LE = np.maximum(wanted_LE - copies_LE, 0)
     most = int(lacks_LE.sum(axis=1).max(initial=0))
@@ -157,6 +176,7 @@ def _exchange(
     load_LE: NDArray[np.float64],
     num_ranks: int,
     tolerance: float,
+    num_groups: int,
 ) -> None:
     """Exchange slots of full ranks with those of light ones while that lightens the fullest."""
     layers, half = len(placement_LP), num_ranks // 2
@@ -168,23 +188,18 @@ def _exchange(
     slots_LRS = placement_LP.reshape(layers, num_ranks, -1)
     # With how many light ranks in vain the fullest rank was paired; too often ends a layer.
     turn_L = np.zeros(layers, np.int64)
-    # Several pairs at once take fewer rounds and somewhat more moves.
-    pairs = max(num_ranks // 8, 1)
     has_twins = placement_LP.shape[1] > load_LE.shape[1]
     held_LRE = _held(placement_LP, load_LE.shape[1], num_ranks) > 0
+    groups = None
+    if num_groups > 1:
+        sizes = {"num_ranks": num_ranks, "num_groups": num_groups}
+        groups = GroupLoads(placement_LP, loads_LP, num_experts=load_LE.shape[1], **sizes)
     rank_LR = loads_LRS.sum(axis=2)
     for _ in range(_EXCHANGES):
         at = np.flatnonzero((turn_L < min(half, _PARTNERS)) & (rank_LR.max(axis=1) > limit_L))
         if not len(at):
             break
-        # Full ranks and light ranks in pairs, the fullest with the lightest, next turn another.
-        order_AR = np.argsort(-rank_LR[at], axis=1)
-        light_AH = (np.arange(pairs) + turn_L[at, None]) % half
-        light_AH = np.take_along_axis(order_AR[:, ::-1], light_AH, axis=1)
-        full_AH = order_AR[:, :pairs]
-        is_over_AH = np.take_along_axis(rank_LR[at], full_AH, axis=1) > limit_L[at, None]
-        entry, pair = np.nonzero(is_over_AH)
-        layer, full, light = at[entry], full_AH[entry, pair], light_AH[entry, pair]
+        layer, pair, full, light = _pair_up(rank_LR, turn_L, limit_L, at)
         from_AS, to_AS = loads_LRS[layer, full], loads_LRS[layer, light]
         refused_ASS = None
         if has_twins:
@@ -192,7 +207,11 @@ def _exchange(
             goes_AS = held_LRE[layer[:, None], light[:, None], slots_LRS[layer, full]]
             comes_AS = held_LRE[layer[:, None], full[:, None], slots_LRS[layer, light]]
             refused_ASS = goes_AS[:, :, None] | comes_AS[:, None, :]
-        helps, slot, other = _best_exchange(from_AS, to_AS, refused_ASS)
+        torn_ASS = None
+        if groups is not None:
+            experts_AS = slots_LRS[layer, full], slots_LRS[layer, light]
+            torn_ASS = groups.torn(layer, (full, light), experts_AS, (from_AS, to_AS))
+        helps, slot, other = _best_exchange(from_AS, to_AS, refused_ASS, torn_ASS)
         is_fullest = pair == 0
         turn_L[layer[is_fullest]] = np.where(helps[is_fullest], 0, turn_L[layer[is_fullest]] + 1)
         layer, full, light = layer[helps], full[helps], light[helps]
@@ -200,12 +219,39 @@ def _exchange(
         goer, comer = slots_LRS[layer, full, slot], slots_LRS[layer, light, other]
         held_LRE[layer, full, goer] = held_LRE[layer, light, comer] = False
         held_LRE[layer, full, comer] = held_LRE[layer, light, goer] = True
+        if groups is not None:
+            groups.move(layer, (full, light), goer, loads_LRS[layer, full, slot])
+            groups.move(layer, (light, full), comer, loads_LRS[layer, light, other])
         for array in (loads_LRS, slots_LRS):
             mine = array[layer, full, slot]
             array[layer, full, slot] = array[layer, light, other]
             array[layer, light, other] = mine
         for rank in (full, light):
             rank_LR[layer, rank] = loads_LRS[layer, rank].sum(axis=1)
+
+
+def _pair_up(
+    rank_LR: NDArray[np.float64],
+    turn_L: NDArray[np.int64],
+    limit_L: NDArray[np.float64],
+    at: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], ...]:
+    """Full ranks and light ranks in pairs, the fullest with the lightest, next turn another.
+
+    Returns:
+        Of each pair of the layers `at`: layer, number in it (0: the fullest rank's), full rank and
+        light rank.
+    """
+    num_ranks = rank_LR.shape[1]
+    # Several pairs at once take fewer rounds and somewhat more moves.
+    pairs, half = max(num_ranks // 8, 1), num_ranks // 2
+    order_AR = np.argsort(-rank_LR[at], axis=1)
+    light_AH = (np.arange(pairs) + turn_L[at, None]) % half
+    light_AH = np.take_along_axis(order_AR[:, ::-1], light_AH, axis=1)
+    full_AH = order_AR[:, :pairs]
+    is_over_AH = np.take_along_axis(rank_LR[at], full_AH, axis=1) > limit_L[at, None]
+    entry, pair = np.nonzero(is_over_AH)
+    return at[entry], pair, full_AH[entry, pair], light_AH[entry, pair]
 
 
 def _least_possible(loads_LP: NDArray[np.float64], num_ranks: int) -> NDArray[np.float64]:
@@ -222,6 +268,7 @@ def _best_exchange(
     from_AS: NDArray[np.float64],
     to_AS: NDArray[np.float64],
     refused_ASS: NDArray[np.bool_] | None,
+    torn_ASS: NDArray[np.float64] | None,
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
     """For pairs of ranks: whether an exchange helps, and of which slot with which."""
     gap_A = from_AS.sum(axis=1) - to_AS.sum(axis=1)
@@ -230,11 +277,16 @@ def _best_exchange(
     np.abs(short_ASS, out=short_ASS)
     if refused_ASS is not None:
         short_ASS[refused_ASS] = np.inf
-    short_AN = short_ASS.reshape(len(gap_A), -1)
-    best_A = short_AN.argmin(axis=1)
-    slot_A, other_A = np.divmod(best_A, to_AS.shape[1])
     # The larger of the two loads falls by gap / 2 - short.
-    return short_AN[np.arange(len(gap_A)), best_A] < 0.48 * gap_A, slot_A, other_A
+    most_A = 0.48 * gap_A
+    if torn_ASS is None:
+        cost_ASS = short_ASS
+    else:
+        cost_ASS = short_ASS + _TORN_WEIGHT * torn_ASS
+        cost_ASS[short_ASS >= most_A[:, None, None]] = np.inf
+    best_A = cost_ASS.reshape(len(gap_A), -1).argmin(axis=1)
+    slot_A, other_A = np.divmod(best_A, to_AS.shape[1])
+    return short_ASS[np.arange(len(gap_A)), slot_A, other_A] < most_A, slot_A, other_A
 
 
 def keep_slots(

@@ -12,8 +12,8 @@ from router.__main__ import spare_collections
 @pytest.fixture
 def usual_collections():
     thresholds = gc.get_threshold()
+    gc.unfreeze()  # what the collection of tests has imported
     yield
-    gc.unfreeze()
     gc.set_threshold(*thresholds)
 
 
@@ -22,6 +22,7 @@ def test_what_a_router_starts_with_is_never_looked_through_again() -> None:
     cycle: list[object] = []
     cycle.append(cycle)
     assert gc.is_tracked(cycle)
+    assert gc.get_freeze_count() == 0
     spare_collections()
     assert gc.get_freeze_count() > 1000
     assert not any(each is cycle for each in gc.get_objects())

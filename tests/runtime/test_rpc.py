@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psutil
@@ -199,6 +201,47 @@ async def test_an_absent_peer_is_lost() -> None:
         with lost as caught, map_rpc_errors("registry", "r9"):
             await stub.Renew(registry_pb2.RenewRequest(lease_id="x"))
         assert caught.value.request_id == "r9"
+
+
+async def test_a_peer_that_ends_a_call_while_it_is_written_is_lost() -> None:
+    """The client of gRPC makes some of these calls an INTERNAL of its own, and hides the status."""
+
+    async def leave(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "leaving")
+
+    async def write(call: Any) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(b"x")
+
+    server = create_server(RIGHT)
+    handler = grpc.stream_stream_rpc_method_handler(leave)
+    handlers = {"Talk": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("demo", handlers),))
+    port = bind_port(server, Listen(bind="127.0.0.1", port=0), RIGHT)
+    await server.start()
+    seen = set()
+    async with open_channel(f"127.0.0.1:{port}", RIGHT) as channel:
+        for _ in range(300):
+            call = channel.stream_stream("/demo/Talk")()
+            writing = asyncio.create_task(write(call))
+            with pytest.raises(PeerLostError) as caught, map_rpc_errors("demo"):
+                await call.read()
+            seen.add(str(caught.value))
+            await writing
+    await server.stop(None)
+    assert seen <= {"demo: UNAVAILABLE: leaving", "demo: INTERNAL: Internal error from Core"}
+
+
+def test_only_an_internal_error_that_a_peer_has_said_is_one() -> None:
+    def error(details: str) -> grpc.aio.AioRpcError:
+        nothing = grpc.aio.Metadata()
+        return grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details)
+
+    with pytest.raises(PeerLostError), map_rpc_errors("worker"):
+        raise error("Internal error from Core")
+    with pytest.raises(InternalError), map_rpc_errors("worker"):
+        raise error("Run: a field is missing")
 
 
 @pytest.mark.parametrize("delay_s", [0.4, 1.2])

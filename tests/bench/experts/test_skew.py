@@ -22,14 +22,14 @@ def test_the_skew_is_that_of_the_published_case() -> None:
     assert planned.balancedness.overall >= 0.97 * planned.floor.overall
 
 
-def test_skewed_prefill_on_8_ranks_gains_15_percent_without_redundant_experts() -> None:
+def test_skewed_prefill_on_8_ranks_gains_30_percent_without_redundant_experts_and_with_32() -> None:
     trace = skewed_windows(role="prefill", tokens=16_384, num_rows=2, num_layers=12)
     model = TimeModel.of_trace(trace)
     evenly, planned, _, redundant = simulate(
         trace, Cluster(num_ranks=8), redundant=(0, 32), model=model
     ).outcomes
-    assert planned.gain >= 0.15
-    assert redundant.gain >= 0.15
+    assert planned.gain >= 0.3
+    assert redundant.gain >= 0.3
     assert planned.balancedness.overall >= 0.97 * planned.floor.overall
     assert evenly.gain == 0.0
 

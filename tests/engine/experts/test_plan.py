@@ -29,15 +29,20 @@ def twins(placement_LP: np.ndarray, num_ranks: int) -> int:
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), size=SIZES, skew=st.sampled_from([0.1, 0.5, 2.0]))
+@given(
+    seed=st.integers(0, 10_000),
+    size=SIZES,
+    skew=st.sampled_from([0.1, 0.5, 2.0]),
+    groups=st.sampled_from([1, 8]),
+)
 def test_few_moves_leave_every_expert_standing_and_ranks_no_less_even(
-    seed: int, size: tuple[int, int], skew: float
+    seed: int, size: tuple[int, int], skew: float, groups: int
 ) -> None:
     ranks, redundant = size
     trace = skewed_trace(seed, skew=skew)
     load = trace.counts_NLE.sum(axis=0).astype(float)
     now = even(trace, 32 + redundant, ranks)
-    then = rearrange(now, load, num_ranks=ranks)
+    then = rearrange(now, load, num_ranks=ranks, num_groups=groups)
     assert (copies_of(then, 32) >= 1).all()
     assert twins(then, ranks) == 0
     assert balancedness(load, then, ranks) >= balancedness(load, now, ranks) - 1e-9
