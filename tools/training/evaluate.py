@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -124,7 +124,7 @@ def greedy(model: TrainedModel, prompt_ids: list[int], num_tokens: int) -> list[
     """Return up to that many most likely tokens after a prompt, ending early at EOS."""
     ids = torch.tensor([prompt_ids], device=next(model.parameters()).device)
     mask = torch.ones_like(ids)
-    generate = model.main.generate  # type: ignore[misc]  # the library types it on a protocol
+    generate = cast(Any, model.main).generate  # the library types it on a protocol
     output = generate(ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False)
     return cast(list[int], output[0, len(prompt_ids) :].tolist())
 
