@@ -160,9 +160,9 @@ $(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/.made
 	$(INSTALL) -q -e .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt | $(VENV)/.made
+$(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt constraints-dev.txt | $(VENV)/.made
 	@echo "installing dependencies and tools into $(VENV) (minutes the first time)"
-	$(INSTALL) -q -e '.[dev]'
+	$(INSTALL) -c constraints-dev.txt -q -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
 clean:
