@@ -135,7 +135,10 @@ def test_no_stream_is_lost_while_experts_move_and_workers_die(
 @pytest.mark.timeout(SECONDS + 900)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_minutes_of_moving_experts_and_dying_workers(
-    tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str], num_ranks: int
+    tmp_path: Path,
+    oracle: DeepseekV3ForCausalLM,
+    capsys: pytest.CaptureFixture[str],
+    num_ranks: int,
 ) -> None:
     with capsys.disabled():
         run_moving_soak(tmp_path, oracle, num_ranks=num_ranks, seconds=SECONDS, kill_s=20.0)
