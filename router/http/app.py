@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 import orjson
@@ -113,16 +114,19 @@ class Operations:
     async def ready(self, request: web.Request) -> web.Response:
         """200 when a request can be served, else 503 and what is missing.
 
-        Of several models one is enough: the others are asked for by ``?model=NAME``.
+        Of several models one is enough: the others are asked for by ``?model=NAME``. Slow ranks
+        are told and keep nothing from being served.
         """
         name = request.query.get("model")
-        missing = missing_parts(
-            self._serving, self._serving.backends.choose(name) if name else None
-        )
+        backend = self._serving.backends.choose(name) if name else None
+        missing = missing_parts(self._serving, backend)
         if missing:
             body = {"status": "not ready", "missing": missing}
             return web.json_response(body, status=503, headers={"Retry-After": "1"})
-        return web.json_response({"status": "ready"})
+        degraded = degraded_parts(self._serving, backend)
+        return web.json_response(
+            {"status": "ready", **({"degraded": degraded} if degraded else {})}
+        )
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Prometheus text, always of version 0.0.4."""
@@ -145,6 +149,7 @@ class Operations:
             "models": [_model_status(backend) for backend in backends],
             "ready": not missing,
             "missing": missing,
+            "degraded": degraded_parts(serving),
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started, 3),
             "num_requests_in_flight": backends.num_in_flight,
@@ -217,6 +222,26 @@ def missing_parts(serving: Serving, backend: Backend | None = None) -> list[str]
     draining = ["the router is draining"] if serving.backends.draining else []
     missing = serving.backends.missing() if backend is None else backend.readiness.missing()
     return draining + missing
+
+
+def degraded_parts(serving: Serving, backend: Backend | None = None) -> list[str]:
+    """What slows instances of ``backend``, or any, down: faults of ranks, by instance and kind.
+
+    Whoever asks whether a router is ready needs no key, so no figures are in it.
+    """
+    members = serving.backends.members() if backend is None else backend.pool.members()
+    instances = {member.key.instance for member in members}
+    slow: Counter[tuple[str, str]] = Counter(
+        (picture.instance, finding.kind.value)
+        for picture in serving.ranks
+        if picture.instance in instances
+        for finding in picture.findings
+        if finding.kind.is_fault
+    )
+    return [
+        f"{instance}: {count} x {kind}. Fix: see `tandem ranks`"
+        for (instance, kind), count in sorted(slow.items())
+    ]
 
 
 def _model_status(backend: Backend) -> dict[str, object]:
