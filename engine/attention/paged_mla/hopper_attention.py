@@ -1,4 +1,4 @@
-"""Launches the kernels for Hopper, in bfloat16 with a layer described to the copy engine.
+"""Launches the kernels for Hopper, with queries, and latents in bfloat16, told to the copy engine.
 
 They take layers that are rows of 576 numbers in blocks of whole tiles, a fixed distance apart.
 """
@@ -18,7 +18,7 @@ from engine.invariants import require
 TILE: Final = 64
 """Rows of a program, and positions of a step."""
 
-RANK, ROPE = 512, 64
+RANK, QUARTER, ROPE = 512, 128, 64
 
 
 def attend_on_hopper(
@@ -43,11 +43,13 @@ def attend_on_hopper(
     rows = as_rows(cache)
     kernel: Any = hopper_e4m3.attend if is_fp8 else hopper_kernel.attend
     latents: tuple[Any, Any] = (
-        (rows, rows.stride(0)) if is_fp8 else (_describe(rows, RANK), _describe(rows, ROPE))
+        (rows, rows.stride(0)) if is_fp8 else (_describe(rows, QUARTER), _describe(rows, ROPE))
     )
+    flat_q = q_THL.view(-1, RANK + ROPE)
     starts = queries.seq_lens_S if queries.counts is None else queries.counts.cu_seqlens_q
     kernel[grid](
-        *latents, q_THL, queries.block_tables_SB,
+        *latents, _describe(flat_q, RANK if is_fp8 else QUARTER), _describe(flat_q, ROPE),
+        queries.block_tables_SB,
         queries.seq_lens_S, starts, table, out, pieces, logs,
         q_THL.shape[1], scale, cache.stride(0) // cache.stride(1),
         queries.block_tables_SB.stride(0),

@@ -1,15 +1,17 @@
 """The same attention for Hopper's tensor cores, in Gluon: what runs beside what is written out.
 
 `kernel` leaves it to Triton's compiler how tiles lie in registers and when loads begin; with 64
-rows on eight warps it computes the scores twice, and waits for memory. Here both groups of four
-warps make half of the scores each, exchange probabilities by shared memory, and hold half of the
-sums, [64, 256]. The copy engine brings two tiles of 64 latents in; a tile's buffer is given back
-as soon as its values are multiplied. In bfloat16 the next tile's scores follow in the tensor cores
-behind this tile's values, so that they work while the copy engine and the others do. Latents in
-e4m3 are for `hopper_e4m3`.
+rows on eight warps it computes the scores twice, and waits for memory. Here a step is a pair of
+tiles of 64 latents, and each group of four warps makes the scores of one of them: that reads as
+much of shared memory as is multiplied meanwhile, where half of the scores of one tile would wait
+for it. Groups exchange probabilities by shared memory, in the place of the last 64 columns, which
+nobody needs any more, and each holds half of the sums.
 
-Shared memory holds, in KiB: queries 72, two tiles 144, probabilities 8. That is all of it, so one
-program runs on a multiprocessor.
+The copy engine brings latents by quarters of their 512 columns. Values are multiplied by quarters,
+too: a quarter's buffer is given back while the others are multiplied, and the next scores begin
+with the quarter that came first. Latents in e4m3 are for `hopper_e4m3`.
+
+Shared memory holds, in KiB: queries 72, a pair of tiles 144. One program runs on an SM.
 
 For 512 + 64 numbers and blocks of whole tiles. Work and results are those of `kernel.attend`.
 Compiled by Triton; imported only where that is installed.
@@ -20,124 +22,132 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-M = gl.constexpr(64)
-N = gl.constexpr(64)
-C = gl.constexpr(512)
-R = gl.constexpr(64)
-PART_INTS = gl.constexpr(8)
+from engine.attention.paged_mla.hopper_pieces import (
+    COLUMNS,
+    PART_INTS,
+    QUARTERS,
+    SHARED,
+    SHARED_32,
+    WIDE,
+    WIDE_32,
+    C,
+    M,
+    N,
+    R,
+    copy_rows,
+    find_piece,
+    find_slot,
+    sum_up,
+    synchronize,
+)
 
-_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
-_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
-_SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
-# Eight numbers of 16 bits a thread.
-_WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 2], [1, 0]))
-_NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+PAIR = gl.constexpr(128)
 
-_synchronize = getattr(gl, "barrier", None) or gl.thread_barrier  # renamed with Triton 3.7
-"""Of all threads of a program."""
-
-
-@gluon.jit
-def _find_piece(
-    seq, parts, seq_lens, cu_seqlens_q, num_heads, first_row, ONE_QUERY: gl.constexpr
-):  # fmt: skip
-    """Return what of a sequence this program attends to, and with which rows.
-
-    The sequence's first query, the positions before its first query, rows of this tile, the first
-    tile of positions, how many there are, the last position's end, whether the sequence goes on
-    from an earlier part, and whether it is in several parts.
-    """
-    length = gl.load(seq_lens + seq)
-    first_query = seq
-    num_queries = length * 0 + 1
-    if not ONE_QUERY:
-        first_query = gl.load(cu_seqlens_q + seq)
-        num_queries = gl.load(cu_seqlens_q + seq + 1) - first_query
-    num_pages = gl.maximum((length + N - 1) // N, 1)
-    begin = gl.where(seq == gl.load(parts), gl.load(parts + 2), 0)
-    end = gl.where(seq == gl.load(parts + 1), gl.load(parts + 3), num_pages)
-    num_rows = gl.minimum(num_queries * num_heads - first_row, M)
-    prefix = length - num_queries
-    # A row sees the positions up to its own query's: none beyond the last row's is needed.
-    last_row = gl.maximum(first_row + num_rows - 1, 0)
-    stop = gl.minimum(end * N, prefix + last_row // num_heads + 1)
-    stop = gl.where(num_rows > 0, stop, 0)
-    num_tiles = gl.maximum(stop - begin * N + N - 1, 0) // N
-    is_cut = (begin > 0) | (end < num_pages)
-    return first_query, prefix, num_rows, begin, num_tiles, stop, begin > 0, is_cut
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
+# What is left of scores [64, 2, 64] when their last axis is summed up: a number for each group.
+_GROUPS = gl.constexpr(
+    gl.SliceLayout(
+        2,
+        gl.DistributedLinearLayout(
+            reg_bases=[[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+            lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+            warp_bases=[[16, 0, 0], [32, 0, 0], [0, 1, 0]],
+            block_bases=[],
+            shape=[64, 2, 64],
+        ),
+    )
+)
 
 
 @gluon.jit
-def _start_load(c_desc, r_desc, bars, k_c, k_r, table, tile, count, block_rows, pred,
-                BLOCK_TILES: gl.constexpr):  # fmt: skip
-    """Have a tile of latents brought into the buffer of the `count`-th, if `pred`."""
-    slot = count % 2
-    block = gl.load(table + tile // BLOCK_TILES, mask=pred, other=0)
-    row = block * block_rows + tile % BLOCK_TILES * N
-    mbarrier.expect(bars.index(slot), N * (C + R) * 2, pred=pred)
-    tma.async_copy_global_to_shared(c_desc, [row, 0], bars.index(slot), k_c.index(slot), pred=pred)
-    tma.async_copy_global_to_shared(r_desc, [row, C], bars.index(slot), k_r.index(slot), pred=pred)
+def _start_queries(qc_desc, qr_desc, bar, q_c, q_r, row, pred):
+    """Have a tile of queries brought in; rows behind the sequence's are others', or zeros."""
+    mbarrier.expect(bar, M * (C + R) * 2, pred=pred)
+    for quarter in gl.static_range(QUARTERS):
+        tma.async_copy_global_to_shared(
+            qc_desc, [row, quarter * COLUMNS], bar, q_c.index(quarter), pred=pred
+        )
+    tma.async_copy_global_to_shared(qr_desc, [row, C], bar, q_r.index(0), pred=pred)
 
 
 @gluon.jit
-def _wait_for_load(bars, count, pred):
-    mbarrier.wait(bars.index(count % 2), (count // 2) & 1, pred=pred)
+def _find_rows(table, tile, last_tile, block_rows, BLOCK_TILES: gl.constexpr):
+    """Return where a pair of tiles begins; of one that is not there, the last one's place."""
+    second = gl.minimum(tile + 1, last_tile)
+    tile = gl.minimum(tile, last_tile)
+    first_row = gl.load(table + tile // BLOCK_TILES) * block_rows + tile % BLOCK_TILES * N
+    second_row = gl.load(table + second // BLOCK_TILES) * block_rows + second % BLOCK_TILES * N
+    return first_row, second_row
 
 
 @gluon.jit
-def _convert_queries(x, dtype: gl.constexpr):
-    """Return queries in the type that is multiplied; float16 has less range than bfloat16."""
-    if x.dtype == dtype:
-        return x
+def _bring(desc, bar, target, first_row, second_row, column: gl.constexpr, pred):
+    """Have the same columns of two tiles brought in, one below the other."""
+    tma.async_copy_global_to_shared(
+        desc, [first_row, column], bar, target.slice(0, N, dim=0), pred=pred
+    )
+    tma.async_copy_global_to_shared(
+        desc, [second_row, column], bar, target.slice(N, N, dim=0), pred=pred
+    )
+
+
+@gluon.jit
+def _start_quarter(quarter: gl.constexpr, c_desc, r_desc, bars, k_c, k_r, rows, pred):
+    """Have a quarter of a pair's columns brought in; with the last one come the rotated ones."""
+    first_row, second_row = rows
+    bar = bars.index(quarter)
+    if quarter == QUARTERS - 1:
+        mbarrier.expect(bar, PAIR * (COLUMNS + R) * 2, pred=pred)
+        _bring(r_desc, bar, k_r.index(0), first_row, second_row, C, pred)
     else:
-        return gl.minimum(gl.maximum(x.to(gl.float32), -65504.0), 65504.0).to(dtype)
-
-
-@gluon.jit
-def _load_queries(source, num_rows, q_c, q_r):
-    """Put a tile of queries into shared memory, zeros where there is no row."""
-    rows = gl.arange(0, M, gl.SliceLayout(1, _WIDE))[:, None]
-    columns = gl.arange(0, C, gl.SliceLayout(0, _WIDE))[None, :]
-    values = gl.load(source + rows * (C + R) + columns, mask=rows < num_rows, other=0.0)
-    q_c.store(_convert_queries(values, q_c.dtype))
-    rows = gl.arange(0, M, gl.SliceLayout(1, _NARROW))[:, None]
-    columns = gl.arange(0, R, gl.SliceLayout(0, _NARROW))[None, :]
-    values = gl.load(source + C + rows * (C + R) + columns, mask=rows < num_rows, other=0.0)
-    q_r.store(_convert_queries(values, q_r.dtype))
-    hopper.fence_async_shared()
+        mbarrier.expect(bar, PAIR * COLUMNS * 2, pred=pred)
+    _bring(c_desc, bar, k_c.index(quarter), first_row, second_row, quarter * COLUMNS, pred)
 
 
 @gluon.jit
 def _clear_rows(k, num_kept):
-    """Zero the rows of a tile from `num_kept` on, if there are any, eight at a time."""
-    for group in gl.static_range(N // 8):
-        if num_kept < group * 8 + 8:
-            some = k.slice(group * 8, 8, dim=0)
-            rows = group * 8 + gl.arange(0, 8, gl.SliceLayout(1, _WIDE))
-            values = some.load(_WIDE)
+    """Zero the rows of a pair from `num_kept` on, if there are any, sixteen at a time."""
+    for group in gl.static_range(PAIR // 16):
+        if num_kept < group * 16 + 16:
+            some = k.slice(group * 16, 16, dim=0)
+            rows = group * 16 + gl.arange(0, 16, gl.SliceLayout(1, WIDE))
+            values = some.load(WIDE)
             some.store(gl.where((rows < num_kept)[:, None], values, gl.zeros_like(values)))
 
 
 @gluon.jit
-def _start_scores(q_c, q_r, k_c, k_r):
-    """Begin to multiply queries and a tile of latents: [M, N], in two steps of the tensor cores."""
-    zeros = gl.zeros([M, N], gl.float32, _SCORES)
-    scores = hopper.warpgroup_mma(q_r, k_r.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    return hopper.warpgroup_mma(q_c, k_c.permute([1, 0]), scores, is_async=True)
-
-
-@gluon.jit
-def _weigh(scores, first, visible, top, weights, scale):
-    """Return weights of a tile's positions, what earlier ones fade by, and both running values."""
-    positions = first + gl.arange(0, N, gl.SliceLayout(0, _SCORES))
-    scores = gl.where(positions[None, :] < visible[:, None], scores, float("-inf"))
+def _weigh(scores, top, weights, scale):
+    """Return weights of a pair's positions, what earlier ones fade by, and both running values."""
     peak = gl.maximum(top, gl.max(scores, axis=1))
     # A row that has seen nothing yet: -inf minus -inf would be NaN.
     shift = gl.where(peak == float("-inf"), 0.0, peak) * scale
     shares = gl.exp2(scores * scale - shift[:, None])
     fade = gl.exp2(top * scale - shift)
-    # Summed up over positions once, at the end: before, warps need not tell one another.
-    return shares, fade, peak, weights * fade[:, None] + shares
+    # Each group of warps has a sum of its own: they tell one another at the end.
+    more = gl.sum(shares.reshape([M, 2, N]), axis=2)
+    fade_2 = gl.convert_layout(fade, gl.SliceLayout(1, _GROUPS), assert_trivial=True)
+    return shares, fade, peak, weights * fade_2[:, None] + more
+
+
+@gluon.jit
+def _score(q_c, q_r, k_c, k_r, bars, phase, zero):
+    """Begin to multiply queries and a pair of tiles, as they come: [M, PAIR]."""
+    scores = gl.zeros([M, PAIR], gl.float32, _SCORES)
+    for quarter in gl.static_range(QUARTERS):
+        mbarrier.wait(bars.index(quarter), phase, True)
+        if quarter == 0:
+            synchronize()
+        scores = hopper.warpgroup_mma(
+            q_c.index(zero + quarter),
+            k_c.index(zero + quarter).permute([1, 0]),
+            scores,
+            use_acc=quarter > 0,
+            is_async=True,
+        )
+    return hopper.warpgroup_mma(
+        q_r.index(zero), k_r.index(zero).permute([1, 0]), scores, is_async=True
+    )
 
 
 @gluon.jit
@@ -147,39 +157,50 @@ def _faded(sums, fade):
 
 
 @gluon.jit
-def _finish(sums, weights, top, scale, num_rows, is_cut, out, piece, piece_logs):
-    """Write rows to the result, or, of a sequence that is cut, to its piece."""
-    weight = gl.sum(weights, axis=1)
-    saw_nothing = weight == 0.0
-    weight = gl.where(saw_nothing, 1.0, weight)
-    logs = gl.where(saw_nothing, float("-inf"), top * scale + gl.log2(weight))
-    values = _faded(sums, 1.0 / weight)
-    rows = gl.arange(0, M, gl.SliceLayout(1, _SUMS))[:, None]
-    place = rows * C + gl.arange(0, C, gl.SliceLayout(0, _SUMS))[None, :]
+def _write(quarter: gl.constexpr, sums, factor, room, num_rows, is_cut, out, piece):
+    """Write a quarter of the rows to the result, or, of a sequence that is cut, to its piece."""
+    sums = _faded(sums, factor)
     if is_cut:
-        gl.store(piece + place, values, mask=rows < num_rows)
-        log_rows = gl.arange(0, M, gl.SliceLayout(1, _SCORES))
-        gl.store(piece_logs + log_rows, logs, mask=log_rows < num_rows)
+        wide = room.index(quarter)._reinterpret(gl.float32, [M, COLUMNS], SHARED_32)
+        _put(wide, sums, num_rows, piece + quarter * COLUMNS, WIDE_32)
     else:
-        gl.store(out + place, values.to(out.dtype.element_ty), mask=rows < num_rows)
+        some = room.index(quarter).slice(0, M, dim=0)
+        _put(some, sums, num_rows, out + quarter * COLUMNS, WIDE)
+
+
+@gluon.jit
+def _put(room, values, num_rows, target, LAYOUT: gl.constexpr):
+    room.store(values.to(room.dtype))
+    synchronize()
+    copy_rows(room, num_rows, target, LAYOUT)
+
+
+@gluon.jit
+def _finish(sums, weights, top, scale, room, num_rows, is_cut, out, piece, piece_logs):
+    """Write what was summed up."""
+    weight = gl.convert_layout(gl.sum(weights, axis=1), gl.SliceLayout(1, _SCORES))
+    factor, logs = sum_up(weight, top, scale)
+    if is_cut:
+        rows = gl.arange(0, M, gl.SliceLayout(1, _SCORES))
+        gl.store(piece_logs + rows, logs, mask=rows < num_rows)
+    _write(0, sums[0], factor, room, num_rows, is_cut, out, piece)
+    _write(1, sums[1], factor, room, num_rows, is_cut, out, piece)
+    _write(2, sums[2], factor, room, num_rows, is_cut, out, piece)
+    _write(3, sums[3], factor, room, num_rows, is_cut, out, piece)
+    # The next piece's latents are brought to where this one's rows are.
+    hopper.fence_async_shared()
+    synchronize()
 
 
 @gluon.jit
 def _make_barriers():
-    """Return the barriers of both buffers."""
-    bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
+    """Return the barriers of the quarters, and of the queries."""
+    bars = gl.allocate_shared_memory(gl.int64, [QUARTERS + 1, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(QUARTERS + 1):
         mbarrier.init(bars.index(slot), count=1)
     hopper.fence_async_shared()
-    _synchronize()
+    synchronize()
     return bars
-
-
-@gluon.jit
-def _find_slot(part, goes_on, first_row):
-    """Return the row of a sequence's piece: of a part, it is the first or the second."""
-    slot = 2 * part + gl.where(goes_on, 0, 1)
-    return slot.to(gl.int64) * gl.num_programs(0) * M + first_row
 
 
 @gluon.jit(
@@ -187,92 +208,115 @@ def _find_slot(part, goes_on, first_row):
     do_not_specialize_on_alignment=["tables", "seq_lens", "cu_seqlens_q", "parts"],
 )
 def attend(
-    c_desc, r_desc, q, tables, seq_lens, cu_seqlens_q, parts, out, pieces, piece_logs,
+    c_desc, r_desc, qc_desc, qr_desc, tables, seq_lens, cu_seqlens_q, parts,
+    out, pieces, piece_logs,
     num_heads, scale, block_rows, table_width,
     BLOCK_TILES: gl.constexpr, ONE_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Attend to latents in the type of the queries; grid: tiles of rows, parts.
 
     `c_desc` and `r_desc` describe a layer as rows of 576, blocks `block_rows` apart, of which they
-    bring [64, 512] and [64, 64]; a block has BLOCK_TILES times 64 rows. The rest as for
-    `kernel.attend`.
+    bring [64, 128] and [64, 64], `qc_desc` and `qr_desc` likewise the queries; a block has
+    BLOCK_TILES times 64 rows. The rest as for `kernel.attend`.
     """
-    T: gl.constexpr = q.dtype.element_ty
-    q_c = gl.allocate_shared_memory(T, [M, C], _SHARED)
-    q_r = gl.allocate_shared_memory(T, [M, R], _SHARED)
-    k_c = gl.allocate_shared_memory(T, [2, N, C], _SHARED)
-    k_r = gl.allocate_shared_memory(T, [2, N, R], _SHARED)
-    shared_weights = gl.allocate_shared_memory(T, [M, N], _SHARED)
+    T: gl.constexpr = out.dtype.element_ty
+    q_c = gl.allocate_shared_memory(T, [QUARTERS, M, COLUMNS], SHARED)
+    q_r = gl.allocate_shared_memory(T, [1, M, R], SHARED)
+    k_c = gl.allocate_shared_memory(T, [QUARTERS, PAIR, COLUMNS], SHARED)
+    k_r = gl.allocate_shared_memory(T, [1, PAIR, R], SHARED)
     bars = _make_barriers()
     part, first_row = gl.program_id(1), gl.program_id(0) * M
     parts += part * PART_INTS
     first_seq, last_seq = gl.load(parts), gl.load(parts + 1)
-    count = first_row * 0  # of tiles that were brought in
+    count = first_row * 0  # of pairs that were brought in
+    num_pieces = first_row * 0  # of which queries were brought in
     for index in range(last_seq - first_seq + 1):
         seq = first_seq + index
-        first_query, prefix, num_rows, begin, num_tiles, stop, goes_on, is_cut = _find_piece(
+        first_query, prefix, num_rows, begin, num_tiles, stop, goes_on, is_cut = find_piece(
             seq, parts, seq_lens, cu_seqlens_q, num_heads, first_row, ONE_QUERY
         )
         table = tables + seq.to(gl.int64) * table_width
-        for ahead in gl.static_range(2):
-            _start_load(c_desc, r_desc, bars, k_c, k_r, table, begin + ahead, count + ahead,
-                        block_rows, ahead < num_tiles, BLOCK_TILES)  # fmt: skip
-        row = first_query.to(gl.int64) * num_heads + first_row
-        _load_queries(q + row * (C + R), num_rows, q_c, q_r)
-        rows = first_row + gl.arange(0, M, gl.SliceLayout(1, _SCORES))
-        visible = prefix + rows // num_heads + 1
-        sums = gl.zeros([M, C], gl.float32, _SUMS)
-        weights = gl.zeros([M, N], gl.float32, _SCORES)
-        top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, _SCORES))
+        last_tile = begin + gl.maximum(num_tiles, 1) - 1
+        has_tiles = num_tiles > 0
+        row = first_query * num_heads + first_row
+        _start_queries(qc_desc, qr_desc, bars.index(QUARTERS), q_c, q_r, row, has_tiles)
+        coming = _find_rows(table, begin, last_tile, block_rows, BLOCK_TILES)
+        for quarter in gl.static_range(QUARTERS):
+            _start_quarter(quarter, c_desc, r_desc, bars, k_c, k_r, coming, has_tiles)
+        mbarrier.wait(bars.index(QUARTERS), num_pieces & 1, has_tiles)
         sums, weights, top = _walk(
-            sums, weights, top, visible, scale, q_c, q_r, k_c, k_r, shared_weights, bars,
-            c_desc, r_desc, table, begin, num_tiles, stop, count, block_rows, BLOCK_TILES,
+            first_row, num_heads, prefix, scale, q_c, q_r, k_c, k_r, bars, c_desc, r_desc,
+            table, begin, last_tile, num_tiles, stop, count, block_rows, BLOCK_TILES,
         )  # fmt: skip
-        count += num_tiles
-        place = _find_slot(part, goes_on, first_row)
-        _finish(sums, weights, top, scale, num_rows, is_cut, out + row * C, pieces + place * C,
-                piece_logs + place)  # fmt: skip
+        count += (num_tiles + 1) // 2
+        num_pieces += gl.where(has_tiles, 1, 0)
+        place = find_slot(part, goes_on, first_row)
+        _finish(sums, weights, top, scale, k_c, num_rows, is_cut,
+                out + row.to(gl.int64) * C, pieces + place * C, piece_logs + place)  # fmt: skip
 
 
 @gluon.jit
 def _walk(
-    sums, weights, top, visible, scale, q_c, q_r, k_c, k_r, shared_weights, bars,
-    c_desc, r_desc, table, begin, num_tiles, stop, count, block_rows, BLOCK_TILES: gl.constexpr,
+    first_row, num_heads, prefix, scale, q_c, q_r, k_c, k_r, bars, c_desc, r_desc,
+    table, begin, last_tile, num_tiles, stop, count, block_rows, BLOCK_TILES: gl.constexpr,
 ):  # fmt: skip
-    """Attend to a piece's tiles, of which the first two are on their way."""
+    """Attend to a piece's tiles, of which the first pair is on its way."""
     T: gl.constexpr = q_c.dtype
-    _wait_for_load(bars, count, num_tiles > 0)
-    _synchronize()
-    scores = _start_scores(q_c, q_r, k_c.index(count % 2), k_r.index(count % 2))
-    scores = hopper.warpgroup_mma_wait(0, deps=(scores,))
-    for tile in range(num_tiles - 1):
-        slot, following = (count + tile) % 2, (count + tile + 1) % 2
-        shares, fade, top, weights = _weigh(
-            scores, (begin + tile) * N, visible, top, weights, scale
-        )
+    rows = first_row + gl.arange(0, M, gl.SliceLayout(1, _SCORES))
+    # Behind `stop` positions are another part's, or nobody's.
+    visible = gl.minimum(prefix + rows // num_heads + 1, stop)
+    all_visible = gl.minimum(prefix + first_row // num_heads + 1, stop)
+    sums_0 = gl.zeros([M, COLUMNS], gl.float32, _SUMS)
+    sums_1 = gl.zeros([M, COLUMNS], gl.float32, _SUMS)
+    sums_2 = gl.zeros([M, COLUMNS], gl.float32, _SUMS)
+    sums_3 = gl.zeros([M, COLUMNS], gl.float32, _SUMS)
+    weights = gl.zeros([M, 2], gl.float32, _GROUPS)
+    top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, _SCORES))
+    num_pairs = (num_tiles + 1) // 2
+    for pair in range(num_pairs):
+        position = (begin + 2 * pair) * N
+        # Always 0, which the compiler does not know: it would keep the addresses of all
+        # operands in registers, of which there are not enough.
+        zero = pair >> 30
+        scores = _score(q_c, q_r, k_c, k_r, bars, (count + pair) & 1, zero)
+        coming = _find_rows(table, begin + 2 * pair + 2, last_tile, block_rows, BLOCK_TILES)
+        scores = hopper.warpgroup_mma_wait(0, deps=(scores,))
+        if position + PAIR > all_visible:
+            positions = position + gl.arange(0, PAIR, gl.SliceLayout(0, _SCORES))
+            scores = gl.where(positions[None, :] < visible[:, None], scores, float("-inf"))
+        shares, fade, top, weights = _weigh(scores, top, weights, scale)
+        synchronize()  # all warps have read the columns that weights replace
+        shared_weights = k_r._reinterpret(T, [1, M, PAIR], SHARED).index(zero)
         shared_weights.store(shares.to(T))
+        has_next = pair + 1 < num_pairs
+        if position + PAIR > stop:
+            # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN.
+            # (Scores of such rows are masked, whatever they are.)
+            for quarter in gl.static_range(QUARTERS):
+                _clear_rows(k_c.index(quarter), stop - position)
         hopper.fence_async_shared()
-        sums = _faded(sums, fade)
-        _synchronize()
-        sums_soon = hopper.warpgroup_mma(shared_weights, k_c.index(slot), sums, is_async=True)
-        _wait_for_load(bars, count + tile + 1, True)
-        scores_soon = _start_scores(q_c, q_r, k_c.index(following), k_r.index(following))
-        # The scores' two steps may be under way still; all warps are done with the values.
-        sums = hopper.warpgroup_mma_wait(2, deps=(sums_soon,))
-        _synchronize()
-        _start_load(c_desc, r_desc, bars, k_c, k_r, table, begin + tile + 2, count + tile + 2,
-                    block_rows, tile + 2 < num_tiles, BLOCK_TILES)  # fmt: skip
-        scores = hopper.warpgroup_mma_wait(0, deps=(scores_soon,))
-    last = gl.maximum(num_tiles - 1, 0)
-    shares, fade, top, weights = _weigh(scores, (begin + last) * N, visible, top, weights, scale)
-    shared_weights.store(shares.to(T))
-    values = k_c.index((count + last) % 2)
-    # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN. (Scores of
-    # such rows are masked, whatever they are.)
-    _clear_rows(values, stop - (begin + last) * N)
-    hopper.fence_async_shared()
-    _synchronize()
-    sums = hopper.warpgroup_mma(shared_weights, values, _faded(sums, fade), is_async=True)
-    sums = hopper.warpgroup_mma_wait(0, deps=(sums,))
-    _synchronize()
-    return sums, gl.where(num_tiles > 0, weights, 0.0), top
+        sums_0, sums_1 = _faded(sums_0, fade), _faded(sums_1, fade)
+        sums_2, sums_3 = _faded(sums_2, fade), _faded(sums_3, fade)
+        synchronize()
+        soon_0 = _start_values(shared_weights, k_c.index(zero), sums_0)
+        soon_1 = _start_values(shared_weights, k_c.index(zero + 1), sums_1)
+        soon_2 = _start_values(shared_weights, k_c.index(zero + 2), sums_2)
+        soon_3 = _start_values(shared_weights, k_c.index(zero + 3), sums_3)
+        sums_0 = hopper.warpgroup_mma_wait(3, deps=(soon_0,))
+        synchronize()
+        _start_quarter(0, c_desc, r_desc, bars, k_c, k_r, coming, has_next)
+        sums_1 = hopper.warpgroup_mma_wait(2, deps=(soon_1,))
+        synchronize()
+        _start_quarter(1, c_desc, r_desc, bars, k_c, k_r, coming, has_next)
+        sums_2 = hopper.warpgroup_mma_wait(1, deps=(soon_2,))
+        synchronize()
+        _start_quarter(2, c_desc, r_desc, bars, k_c, k_r, coming, has_next)
+        sums_3 = hopper.warpgroup_mma_wait(0, deps=(soon_3,))
+        synchronize()
+        _start_quarter(3, c_desc, r_desc, bars, k_c, k_r, coming, has_next)
+    return (sums_0, sums_1, sums_2, sums_3), weights, top
+
+
+@gluon.jit
+def _start_values(shared_weights, values, sums):
+    return hopper.warpgroup_mma(shared_weights, values, sums, is_async=True)

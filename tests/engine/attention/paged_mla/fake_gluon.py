@@ -67,6 +67,9 @@ class Shared:
     def permute(self, order: list[int]) -> "Shared":
         return Shared(self.data.permute(order))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> "Shared":
+        return Shared(self.data.view(dtype).view(shape))
+
     def load(self, layout: object) -> Any:
         return Bytes(self.data.clone()) if self.dtype == torch.uint8 else self.data.clone()
 
@@ -129,9 +132,10 @@ class Program:
 
     def language(self) -> SimpleNamespace:
         return SimpleNamespace(
-            float16=torch.float16, float32=torch.float32, int64=torch.int64, uint8=torch.uint8,
-            float8e4nv=torch.float8_e4m3fn, constexpr=object, static_range=range,
-            SliceLayout=lambda *_: None, convert_layout=lambda x, _: x,
+            float16=torch.float16, float32=torch.float32, int64=torch.int64,
+            int32=torch.int32, uint8=torch.uint8, float8e4nv=torch.float8_e4m3fn,
+            constexpr=object, static_range=range,
+            SliceLayout=lambda *_: None, convert_layout=lambda x, _, **__: x,
             arange=lambda start, end, _: torch.arange(start, end, dtype=torch.int32),
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
             full=lambda shape, value, dtype, _: torch.full(shape, value, dtype=dtype),
@@ -169,6 +173,8 @@ class Program:
                 rows, columns = (int(index) for index in at)
                 height, width = desc.block
                 source = desc.rows[rows : rows + height, columns : columns + width]
+                missing = height - len(source)  # beyond the last row the copy engine writes zeros
+                source = torch.nn.functional.pad(source, (0, 0, 0, missing))
                 bar.bring(source, target.data)
 
         return SimpleNamespace(async_copy_global_to_shared=bring)
@@ -206,6 +212,10 @@ class Described:
     rows: Tensor
     block: tuple[int, int]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.rows.dtype
+
 
 def run(modules: list[ModuleType], grid: tuple[int, int], *args: Any, **constants: Any) -> None:
     """Call `attend` of the last of the modules for every program; tensors become pointers."""
@@ -217,7 +227,7 @@ def run(modules: list[ModuleType], grid: tuple[int, int], *args: Any, **constant
         names = {name: getattr(value, "value", value) for name, value in scope.items()}
         names |= {"gl": program.language(), "hopper": program.hopper()}
         names |= {"mbarrier": program.mbarrier(), "tma": program.tma()}
-        names["_synchronize"] = lambda: None
+        names["synchronize"] = lambda: None
         for name, value in scope.items():
             if hasattr(value, "fn"):
                 names[name] = _noting(ran, value.fn, names)

@@ -17,12 +17,13 @@ from tests.engine.relative_error import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-RANK, ROPE, TILE, SCALE, LOG2_E = 512, 64, 64, 0.06, 1.4426950408889634
+RANK, QUARTER, ROPE, TILE, SCALE, LOG2_E = 512, 128, 64, 64, 0.06, 1.4426950408889634
 CASES = {
     "one": [(1, 1)],
     "edges": [(1, 64), (1, 65), (1, 63), (1, 128), (1, 129)],
     "empty": [(1, 0), (1, 200), (1, 0)],
     "long": [(1, 700), (1, 5)],
+    "cut": [(1, 1500), (1, 330)],
     "many": [(1, 70), (1, 0), (1, 1), (1, 0)] * 4,
     "several": [(3, 3), (17, 150), (1, 70), (2, 128)],
 }
@@ -36,23 +37,26 @@ def modules(*names: str) -> list[Any]:
 def attend(case: PagedCase, num_places: int) -> Tensor:
     """Attend in as many parts as a GPU of so many multiprocessors would; merge by hand."""
     is_fp8 = case.cache.dtype == torch.float8_e4m3fn
-    found = modules("hopper_kernel", *(["hopper_e4m3"] if is_fp8 else []))
+    found = modules("hopper_pieces", "hopper_e4m3" if is_fp8 else "hopper_kernel")
     num_heads = case.q_THL.shape[1]
     tiles = [-(-queries * num_heads // TILE) for queries, _ in case.lengths]
     table, _ = parts_on_host(case.lengths, tiles, num_places)
     grid, max_rows = (max(tiles), len(table)), max(tiles) * TILE
     (launcher,) = modules("hopper_attention")
     rows = launcher.as_rows(case.cache)
-    latents: list[Any] = [Described(rows, (TILE, width)) for width in (RANK, ROPE)]
+    width = RANK if is_fp8 else QUARTER
+    latents: list[Any] = [Described(rows, (TILE, columns)) for columns in (width, ROPE)]
     if is_fp8:
         latents = [rows, rows.stride(0)]
+    flat_q = case.q_THL.view(-1, RANK + ROPE)
+    q = [Described(flat_q, (TILE, columns)) for columns in (width, ROPE)]
     out = torch.full((len(case.q_THL), num_heads, RANK), float("nan"), dtype=torch.float16)
     pieces = torch.full((2 * len(table) * max_rows, RANK), float("nan"))
     logs = torch.full((2 * len(table) * max_rows,), float("nan"))
     run(
         found, grid,
         *latents,
-        case.q_THL, case.block_tables, case.seq_lens, case.cu_seqlens_q, torch.from_numpy(table),
+        *q, case.block_tables, case.seq_lens, case.cu_seqlens_q, torch.from_numpy(table),
         out, pieces, logs, num_heads, SCALE * LOG2_E, case.cache.stride(0) // (RANK + ROPE),
         case.block_tables.shape[1],
         BLOCK_TILES=case.cache.shape[1] // TILE, ONE_QUERY=case.max_queries == 1,
@@ -95,5 +99,5 @@ def test_every_tile_is_there_when_it_is_used(
         device=torch.device("cpu"),
     )
     expected = attend_exactly(case, RANK, SCALE)
-    for num_places in (1, 13):
+    for num_places in (1, 5, 13):
         assert relative_error(attend(case, num_places), expected) < 2e-3
