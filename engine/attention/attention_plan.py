@@ -92,6 +92,16 @@ class AttentionPlan:
     absorbed_rows: slice | Tensor = field(default_factory=lambda: slice(0, 0))
     paged: PagedQueries | None = None
 
+    def paged_whole(self, num_tokens: int) -> PagedQueries | None:
+        """Return the queries of a step of so many rows that all attend by block tables in one call.
+
+        They are the rows as they stand, so each row's small steps can be fused around the call.
+        """
+        if self.paged is not None or len(self.paged_groups) != 1 or self.segments or self.groups:
+            return self.paged
+        (group,) = self.paged_groups
+        return group.queries if group.rows == slice(0, num_tokens) else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep:
