@@ -115,21 +115,10 @@ def open_execution(
     dispatcher = None if opened is None else opened.dispatcher
     match options.steps:
         case ChunkSteps() as chunks:
-            execution = replace(
-                _short_steps(chunks, streams, groups.dims),
-                scatter_tokens=chunks.scatter_tokens,
-                dispatcher=dispatcher,
-                max_masked_tokens=max_masked,
-                overlap=overlap_of(chunks, groups.dims),
-            )
+            execution = _of_chunks(chunks, streams, groups.dims)
         case TokenSteps() as tokens:
-            num_ranks = max(groups.dims.dp, played_ranks)
-            execution = Execution(
-                dispatcher=dispatcher,
-                overlap_shared_expert=tokens.overlap_shared_expert,
-                side_stream=shared_expert_stream(tokens, streams, num_ranks=num_ranks),
-                dependent_launches=launches_dependently(tokens, device),
-            )
+            execution = _of_tokens(tokens, streams, max(groups.dims.dp, played_ranks))
+    execution = replace(execution, dispatcher=dispatcher, max_masked_tokens=max_masked)
     close = do_nothing if opened is None else partial(_close_on, device, opened)
     return OpenExecution(execution=execution, close=close)
 
@@ -218,13 +207,24 @@ def shared_expert_stream(
     return SideStream(streams)
 
 
-def _short_steps(steps: ChunkSteps, streams: Streams, dims: ParallelDims) -> Execution:
-    """Return what is said of the steps of chunks that are captured."""
+def _of_chunks(steps: ChunkSteps, streams: Streams, dims: ParallelDims) -> Execution:
+    """Return how chunks run, but for where their tokens go."""
     return Execution(
+        scatter_tokens=steps.scatter_tokens,
+        overlap=overlap_of(steps, dims),
         overlap_shared_expert=steps.overlap_shared_expert,
         side_stream=short_step_stream(steps, streams, dims),
         side_rule=SideRule(max_tokens=SHORT_SIDE_TOKENS, in_halves=dims.world_size > 1),
         dependent_launches=launches_short_steps_dependently(steps, streams.device, dims),
+    )
+
+
+def _of_tokens(steps: TokenSteps, streams: Streams, num_ranks: int) -> Execution:
+    """Return how steps of one token each run, but for where their tokens go."""
+    return Execution(
+        overlap_shared_expert=steps.overlap_shared_expert,
+        side_stream=shared_expert_stream(steps, streams, num_ranks=num_ranks),
+        dependent_launches=launches_dependently(steps, streams.device),
     )
 
 
