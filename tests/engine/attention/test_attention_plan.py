@@ -197,6 +197,35 @@ def test_a_long_prefix_is_cut_into_parts() -> None:
     ]
 
 
+@given(
+    lengths=st.lists(
+        st.tuples(st.sampled_from([1, 4, 8]), st.sampled_from([0, 3, 4, 7, 8])),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_positions_are_picked_only_where_blocks_have_gaps(lengths: list[tuple[int, int]]) -> None:
+    """What several sequences attend to, in order, with what lies behind a sequence's end."""
+    rule = AttentionRule(heads=1, nope=4, rope=2, value=4, latent=16, absorbed_cost=float("inf"))
+    batch = make_batch(lengths)
+    plan = plan_attention(batch, BLOCK_SIZE, rule, max_positions=1000)
+    (segment,) = plan.segments
+    (part,) = segment.parts
+    gathered = [
+        (index, place)
+        for index, (queries, prefix) in enumerate(lengths)
+        for place in range(-(-(queries + prefix) // BLOCK_SIZE) * BLOCK_SIZE)
+    ]
+    picked = torch.arange(len(gathered))[part.kept].tolist()
+    assert [gathered[row] for row in picked] == [
+        (index, place)
+        for index, (queries, prefix) in enumerate(lengths)
+        for place in range(queries + prefix)
+    ]
+    has_gaps = any((queries + prefix) % BLOCK_SIZE for queries, prefix in lengths[:-1])
+    assert isinstance(part.kept, slice) is not has_gaps
+
+
 def test_a_decode_step_is_one_slice() -> None:
     plan = plan_attention(make_batch([(1, 9), (1, 10), (1, 8)]), BLOCK_SIZE, DEEPSEEK_V3)
     assert plan.absorbed_rows == slice(0, 3)
