@@ -70,6 +70,11 @@ class ForwardBatch:
         """S."""
         return self.seq_lens.shape[0]
 
+    @property
+    def is_short(self) -> bool:
+        """Whether kernels are short: one token of each request, or a fixed shape of few tokens."""
+        return self.max_seqlen_q == 1 or self.num_rows is not None
+
     @classmethod
     def dummy(cls, device: torch.device | str = "cpu") -> "ForwardBatch":
         """Return what an idle expert-parallel rank runs to take part in the collectives.

@@ -3,12 +3,12 @@
 Made once, before the model is built. Everything has a default that fits the axes in use.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.micro_batches import OverlapRule
 from engine.parallel.token_dispatcher import TokenDispatcher
-from engine.side_stream import SideStream
+from engine.side_stream import SideRule, SideStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,10 @@ class Execution:
             after they have arrived.
         side_stream: that the shared expert runs on, beside routing and travelling tokens; None for
             the stream of all else.
-        dependent_launches: bring each kernel of a decode step onto the GPU while the one before it
-            runs; without effect where no Hopper GPU runs the model.
+        side_rule: in which steps it does, and how.
+        dependent_launches: bring each kernel of a decode step, or of a short one of prefill that is
+            captured, onto the GPU while the one before it runs; without effect where no Hopper GPU
+            runs the model.
     """
 
     scatter_tokens: bool | None = None
@@ -37,4 +39,5 @@ class Execution:
     overlap: OverlapRule | None = None
     overlap_shared_expert: bool = True
     side_stream: SideStream | None = None
+    side_rule: SideRule = field(default_factory=SideRule)
     dependent_launches: bool = False

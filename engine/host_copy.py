@@ -8,6 +8,8 @@ copied: arrays and tensors share their memory.
 """
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,9 +53,15 @@ def unpack(packed: Tensor, arrays: Sequence[Array]) -> list[Tensor]:
     """Return views of `packed`, wherever it is, with the shapes and types of `arrays`."""
     views = []
     for array, start in zip(arrays, _places(arrays), strict=False):
-        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-        views.append(packed[start : start + array.nbytes].view(dtype).view(array.shape))
+        piece = packed[start : start + array.nbytes]
+        views.append(piece.view(_torch_dtype(array.dtype)).view(array.shape))
     return views
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return what PyTorch calls a type; asking it takes longer than all else of a view."""
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
 
 
 def _places(arrays: Sequence[Array]) -> list[int]:

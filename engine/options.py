@@ -95,6 +95,10 @@ class ChunkSteps:
         cuda_graphs: capture steps of few tokens, one graph for each number of them, on a GPU.
         max_masked_tokens: most tokens of a step whose experts take rows in the masked layout, as in
             decode (`engine.parallel.short_rows`); 0 for none.
+        overlap_shared_expert: run the shared expert while tokens travel; in steps that are captured
+            on a stream of its own, on a GPU, beside routing too.
+        dependent_launches: in steps that are captured, bring a kernel onto a Hopper GPU while the
+            one before it runs (PDL).
     """
 
     max_num_batched_tokens: int = 1024
@@ -102,6 +106,8 @@ class ChunkSteps:
     scatter_tokens: bool = False
     cuda_graphs: Switch = Switch.AUTO
     max_masked_tokens: int | Literal[Switch.AUTO] = Switch.AUTO
+    overlap_shared_expert: bool = True
+    dependent_launches: Switch = Switch.AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,20 @@ class Started(Generic[T]):
         return self.value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideRule:
+    """Which steps have the shared expert on a side stream, and how it runs there.
+
+    Attributes:
+        max_tokens: of a step, at most, those of all ranks that share it; None for any number.
+        in_halves: down begins when the routed experts are done, beside what their sums do then;
+            else right behind gate and up, for a rank whose sums travel nowhere.
+    """
+
+    max_tokens: int | None = None
+    in_halves: bool = True
+
+
 class SideStream:
     """Starts work beside the current stream; work of one side stream runs in order."""
 

@@ -43,6 +43,8 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 scatter_tokens=section.is_scattered,
                 cuda_graphs=Switch(section.cuda_graphs),
                 max_masked_tokens=_or_auto(section.max_masked_tokens),
+                overlap_shared_expert=section.overlap_shared_expert,
+                dependent_launches=Switch(section.dependent_launches),
             )
         case DecodeSection():
             prefix = "decode."

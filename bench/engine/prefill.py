@@ -66,6 +66,7 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
         num_blocks=batches.num_blocks,
         kv_dtype=engine_options(options.section).kv.dtype,
         max_tokens=max(options.batch_tokens, *sizes, 1),
+        num_rows=rows_without_padding(options, sizes),
     )
     plain, (session, forget_graphs) = session, _capture(session, options, sizes)
     say("ready", rank=rank.place.rank)
@@ -92,6 +93,17 @@ def sizes_to_capture(options: PrefillOptions, rank: RankModel) -> tuple[int, ...
     counts = {options.batch_tokens, *([options.prompt_len] if options.ttft else [])}
     short = (count for count in counts if wanted and count <= SUFFIX_BUCKETS[-1])
     return tuple(sorted({bucket_for(count, SUFFIX_BUCKETS) for count in short}))
+
+
+def rows_without_padding(options: PrefillOptions, sizes: Sequence[int]) -> int | None:
+    """Return the rows of every step where all are as large as what is captured; None elsewhere.
+
+    Tables of experts then need not be told in every layer what is padding, which a router's own
+    kernel knows without a further one.
+    """
+    counts = {options.batch_tokens, *([options.prompt_len] if options.ttft else [])}
+    is_whole = counts == set(sizes) and not options.batch_tokens % options.setup.tp
+    return options.batch_tokens if len(counts) == 1 and is_whole else None
 
 
 def _capture(

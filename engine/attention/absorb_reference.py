@@ -1,11 +1,12 @@
 """The way into absorbed attention's latent space and out, in plain PyTorch.
 
-Legend: T tokens, H heads, N numbers of a head's query without the rotated R, A = N + R, V value
-numbers of a head, C kv_lora_rank, L = C + R.
+Legend: T tokens, R rows of a rectangle, H heads, A numbers of a head's query, N of them without the
+rotated ones, V value numbers of a head, C kv_lora_rank, L = C + the rotated numbers.
 """
 
 from torch import Tensor
 
+from engine.attention.paged_queries import PagedQueries
 from engine.formats.fp8_rows import Activation
 from engine.kernels import few_rows
 from engine.kernels.reference import quantize_rows
@@ -14,7 +15,9 @@ from engine.kernels.widths import check_queries, check_values
 from engine.ops.latents import rotate_queries
 
 
-def absorb_queries(q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor) -> Tensor:
+def absorb_queries(
+    q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor, queries: PagedQueries
+) -> Tensor:
     """Carry queries into the latent space, and rotate the rest of them.
 
     Args:
@@ -23,12 +26,23 @@ def absorb_queries(q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache:
         rotation: of the T tokens.
         cache: the layer of the pool that will be attended to; kernels may round queries to its
             dtype, as their attention would.
+        queries: that will attend.
 
     Returns:
-        [T, H, L]: W_UK^T q_nope, then q_pe.
+        [T, H, L]: W_UK^T q_nope, then q_pe; [R, H, L] where the queries are a rectangle.
     """
     check_queries(q_THA, weight_HNC, rotation)
-    return carry(rotate_queries(q_THA, rotation), weight_HNC)
+    return spread(carry(rotate_queries(q_THA, rotation), weight_HNC), queries)
+
+
+def spread(q_THL: Tensor, queries: PagedQueries) -> Tensor:
+    """Lay rows out as a rectangle where the queries are one."""
+    return q_THL if queries.rectangle is None else queries.rectangle.spread(q_THL)
+
+
+def collect(out_RHC: Tensor, queries: PagedQueries) -> Tensor:
+    """Find the rows in it again."""
+    return out_RHC if queries.rectangle is None else queries.rectangle.collect(out_RHC)
 
 
 def carry(q_THA: Tensor, weight_HNC: Tensor) -> Tensor:
@@ -43,19 +57,22 @@ def carry(q_THA: Tensor, weight_HNC: Tensor) -> Tensor:
     return q_THL
 
 
-def expand_values(latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
+def expand_values(
+    latents_RHC: Tensor, weight_HVC: Tensor, queries: PagedQueries, *, fp8: bool
+) -> Activation:
     """Take what was attended to out of the latent space.
 
     Args:
-        latents_THC: [T, H, C].
+        latents_RHC: [T, H, C]; [R, H, C] where the queries are a rectangle.
         weight_HVC: W_UV.
+        queries: that have attended.
         fp8: whether the values are wanted quantised.
 
     Returns:
         [T, H * V].
     """
-    check_values(latents_THC, weight_HVC)
-    values = expand(latents_THC, weight_HVC)
+    check_values(latents_RHC, weight_HVC)
+    values = expand(collect(latents_RHC, queries), weight_HVC)
     return quantize_rows(values) if fp8 else values
 
 

@@ -92,6 +92,16 @@ class AttentionPlan:
     absorbed_rows: slice | Tensor = field(default_factory=lambda: slice(0, 0))
     paged: PagedQueries | None = None
 
+    def paged_whole(self, num_tokens: int) -> PagedQueries | None:
+        """Return the queries of a step of so many rows that all attend by block tables in one call.
+
+        They are the rows as they stand, so each row's small steps can be fused around the call.
+        """
+        if self.paged is not None or len(self.paged_groups) != 1 or self.segments or self.groups:
+            return self.paged
+        (group,) = self.paged_groups
+        return group.queries if group.rows == slice(0, num_tokens) else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep:
@@ -167,7 +177,7 @@ def plan_attention(
     tables = batch.block_tables.long()
     tensors = iter(upload(arrays, tables.device))
     return AttentionPlan(
-        segments=tuple(_segment(run, tables, tensors) for run in runs),
+        segments=tuple(_segment(run, tables, tensors, block_size) for run in runs),
         paged_groups=paged_groups,
         groups=tuple(build_groups(groups, tables, block_size, rule, tensors)),
         absorbed_rows=adjacent_rows(gathered) or next(tensors),
@@ -302,31 +312,42 @@ def _part_arrays(run: list[PlannedSequence], block_size: int) -> Iterator[Array]
     ends = lengths.cumsum(axis=0).astype(np.int32)
     yield ends[:, 0]
     yield ends[:, 1]
-    if len(run) > 1:
+    if not _has_no_gaps(run, block_size):
         firsts = accumulate((s.num_blocks * block_size for s in run), initial=0)
         ranges = [np.arange(a, a + s.num_positions) for a, s in zip(firsts, run, strict=False)]
         yield np.concatenate(ranges)
 
 
+def _has_no_gaps(run: list[PlannedSequence], block_size: int) -> bool:
+    """Return whether the positions of all sequences lie behind one another in their blocks."""
+    return all(s.num_positions == s.num_blocks * block_size for s in run[:-1])
+
+
 def _segment(
-    parts: list[list[PlannedSequence]], tables: Tensor, tensors: Iterator[Tensor]
+    parts: list[list[PlannedSequence]],
+    tables: Tensor,
+    tensors: Iterator[Tensor],
+    block_size: int,
 ) -> DecompressedSegment:
     first, last = parts[0][0], parts[0][-1]
     return DecompressedSegment(
         rows=slice(first.start, last.start + last.num_queries),
-        parts=tuple(_part(run, tables, tensors) for run in parts),
+        parts=tuple(_part(run, tables, tensors, block_size) for run in parts),
     )
 
 
-def _part(run: list[PlannedSequence], tables: Tensor, tensors: Iterator[Tensor]) -> ContextPart:
+def _part(
+    run: list[PlannedSequence], tables: Tensor, tensors: Iterator[Tensor], block_size: int
+) -> ContextPart:
     seqs = VarlenLengths(
         lengths=[(s.num_queries, s.num_positions) for s in run],
         cu_seqlens_q=next(tensors),
         cu_seqlens_k=next(tensors),
     )
+    num_positions = sum(s.num_positions for s in run)
     tables_of = [tables[s.index, s.first_block : s.first_block + s.num_blocks] for s in run]
     return ContextPart(
         block_ids=torch.cat(tables_of),
-        kept=slice(0, run[0].num_positions) if len(run) == 1 else next(tensors),
+        kept=slice(0, num_positions) if _has_no_gaps(run, block_size) else next(tensors),
         seqs=seqs,
     )

@@ -80,8 +80,8 @@ class FlashMLA:
 
     def plan(self, queries: PagedQueries, num_heads: int, cache_dtype: torch.dtype) -> PagedQueries:
         """Return queries that `takes_queries` says yes to, with their schedule."""
-        counts, rectangle = queries.counts, None
-        if counts is not None and not counts.are_equal:
+        counts, rectangle, num_places = queries.counts, None, queries.most * len(queries.seq_lens_S)
+        if counts is not None and not counts.are_equal and counts.total < num_places:
             rectangle = Rectangle.of(counts.cu_seqlens_q, counts.most, counts.total)
         schedule = self.schedule(queries.seq_lens_S, queries.most * num_heads, cache_dtype)
         return replace(queries, schedule=schedule, rectangle=rectangle)
@@ -112,31 +112,29 @@ class FlashMLA:
 
     def paged_attention(
         self,
-        q_THL: Tensor,
+        q_RHL: Tensor,
         cache: Tensor,
         queries: PagedQueries,
         schedule: tuple[Tensor, Tensor],
         scale: float,
     ) -> Tensor:
-        """Return [T, H, 512] bfloat16; see `paged_reference`.
+        """Return [R, H, 512] bfloat16; see `paged_reference`.
 
         Args:
-            q_THL: [T, H, 576] bfloat16, or in the dtype of `cache`.
+            q_RHL: [R, H, 576] bfloat16, or in the dtype of `cache`; laid out as the rectangle of
+                the queries where they have one, so that each sequence has equally many.
             cache: a layer that `takes` says yes to.
             queries: lengths, block tables and counts, of `plan` where there are counts.
             schedule: of these lengths, H and the dtype of `cache`.
             scale: of the scores.
         """
         is_fp8 = cache.dtype == torch.float8_e4m3fn
-        if is_fp8 and q_THL.dtype != cache.dtype:
-            q_THL = to_storage(q_THL, cache.dtype)
-        rectangle = queries.rectangle
-        if rectangle is not None:
-            q_THL = rectangle.spread(q_THL)
+        if is_fp8 and q_RHL.dtype != cache.dtype:
+            q_RHL = to_storage(q_RHL, cache.dtype)
         tiles, splits = schedule
         holder = self._schedule_type(tile_scheduler_metadata=tiles, num_splits=splits)
         out, _ = self._run(
-            q_THL.view(-1, queries.most, *q_THL.shape[1:]),
+            q_RHL.view(-1, queries.most, *q_RHL.shape[1:]),
             cache.unsqueeze(2),
             queries.block_tables_SB,
             queries.seq_lens_S,
@@ -150,4 +148,4 @@ class FlashMLA:
             descale_k=self._one if is_fp8 else None,
         )
         attended: Tensor = out.flatten(0, 1)
-        return attended if rectangle is None else rectangle.collect(attended)
+        return attended

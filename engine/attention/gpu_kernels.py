@@ -52,25 +52,36 @@ class GpuAttention:
     absorbed_attention = staticmethod(reference.absorbed_attention)
 
     def absorb_queries(
-        self, q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor
+        self,
+        q_THA: Tensor,
+        weight_HNC: Tensor,
+        rotation: Rotation,
+        cache: Tensor,
+        queries: PagedQueries,
     ) -> Tensor:
         """See `AttentionKernels`."""
         if not self._fuses_absorption:
-            return absorb_reference.absorb_queries(q_THA, weight_HNC, rotation, cache)
+            return absorb_reference.absorb_queries(q_THA, weight_HNC, rotation, cache, queries)
         if absorb.takes(weight_HNC):
-            is_paged = self._flash_mla is not None and self._flash_mla.takes(cache)
-            if is_paged:
+            is_library_s = queries.schedule is not None
+            if is_library_s:
                 break_chain()  # FlashMLA, which comes next, begins when a kernel of ours lets it
-            dtype = cache.dtype if is_paged else q_THA.dtype
-            return absorb.absorb_queries(q_THA, weight_HNC, rotation, dtype)
-        return absorb_reference.carry(latents_kernel.rotate_queries(q_THA, rotation), weight_HNC)
+            dtype = cache.dtype if is_library_s else q_THA.dtype
+            rows_R = None if queries.rectangle is None else queries.rectangle.rows
+            return absorb.absorb_queries(q_THA, weight_HNC, rotation, dtype, rows_R=rows_R)
+        rotated = latents_kernel.rotate_queries(q_THA, rotation)
+        return absorb_reference.spread(absorb_reference.carry(rotated, weight_HNC), queries)
 
-    def expand_values(self, latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
+    def expand_values(
+        self, latents_RHC: Tensor, weight_HVC: Tensor, queries: PagedQueries, *, fp8: bool
+    ) -> Activation:
         """See `AttentionKernels`."""
         if not self._fuses_absorption:
-            return absorb_reference.expand_values(latents_THC, weight_HVC, fp8=fp8)
+            return absorb_reference.expand_values(latents_RHC, weight_HVC, queries, fp8=fp8)
         if absorb.takes(weight_HVC):
-            return absorb.expand_values(latents_THC, weight_HVC, fp8=fp8)
+            places_T = None if queries.rectangle is None else queries.rectangle.places
+            return absorb.expand_values(latents_RHC, weight_HVC, fp8=fp8, places_T=places_T)
+        latents_THC = absorb_reference.collect(latents_RHC, queries)
         values = absorb_reference.expand(latents_THC, weight_HVC)
         return quant.quantize_rows(values) if fp8 else values
 
@@ -87,7 +98,7 @@ class GpuAttention:
         return self._pages.plan(queries, cache, num_heads)
 
     def paged_attention(
-        self, q_THL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
+        self, q_RHL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
     ) -> Tensor:
         """See `AttentionKernels`."""
         if queries.schedule is not None:
@@ -95,6 +106,6 @@ class GpuAttention:
             is_wide = kv_lora_rank == KV_LORA_RANK
             require(is_wide, "latents", kv_lora_rank, f"FlashMLA takes {KV_LORA_RANK} numbers")
             break_chain()  # its last kernel may end before its first one has
-            return self._flash_mla.paged_attention(q_THL, cache, queries, queries.schedule, scale)
+            return self._flash_mla.paged_attention(q_RHL, cache, queries, queries.schedule, scale)
         assert self._pages is not None
-        return self._pages.paged_attention(q_THL, cache, queries, kv_lora_rank, scale)
+        return self._pages.paged_attention(q_RHL, cache, queries, kv_lora_rank, scale)

@@ -93,19 +93,32 @@ class AttentionKernels(Protocol):
         ...
 
     def absorb_queries(
-        self, q_THA: Tensor, weight_HNC: Tensor, rotation: Rotation, cache: Tensor
+        self,
+        q_THA: Tensor,
+        weight_HNC: Tensor,
+        rotation: Rotation,
+        cache: Tensor,
+        queries: PagedQueries,
     ) -> Tensor:
-        """Rotate queries and carry them into the latent space, for attention to `cache`."""
+        """Rotate queries and carry them into the latent space, for attention to `cache`.
+
+        The rows come as `paged_attention` wants those of `queries`, which `plan_paged` has made.
+        """
         ...
 
-    def expand_values(self, latents_THC: Tensor, weight_HVC: Tensor, *, fp8: bool) -> Activation:
-        """Take what was attended to out of the latent space: [T, H * V]."""
+    def expand_values(
+        self, latents_RHC: Tensor, weight_HVC: Tensor, queries: PagedQueries, *, fp8: bool
+    ) -> Activation:
+        """Take what `queries` attended to out of the latent space: [T, H * V], of every token."""
         ...
 
     def paged_attention(
-        self, q_THL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
+        self, q_RHL: Tensor, cache: Tensor, queries: PagedQueries, kv_lora_rank: int, scale: float
     ) -> Tensor:
-        """Attention over latents in the pool, found by block tables."""
+        """Attention over latents in the pool, found by block tables: [R, H, C].
+
+        A row is a token, or a place of the rectangle where `queries` has one.
+        """
         ...
 
 

@@ -4,7 +4,7 @@ An `AttentionBackend`. The layer's own `kv_b_proj` comes with its queries: the d
 expands the context by it, and the absorbed form multiplies queries and results by it.
 
 Legend: T tokens, H heads of this rank, N qk_nope_head_dim, R qk_rope_head_dim, A = N + R,
-V v_head_dim, Q q_lora_rank, C kv_lora_rank, P context positions.
+V v_head_dim, Q q_lora_rank, C kv_lora_rank, P context positions, R rows as attention wants them.
 """
 
 import logging
@@ -195,8 +195,9 @@ class LatentAttention:
     def attend(self, queries: LatentQueries, layer_index: int, step: AttentionStep) -> Activation:
         """See `AttentionBackend`; in the forms of the plan."""
         q_THA, at = queries.q_THA, _Place(layer_index, queries.layer, step)
-        if step.plan.paged is not None:
-            return self._attend_paged(q_THA, at, step.plan.paged, fp8=queries.wants_fp8)
+        paged = step.plan.paged_whole(q_THA.shape[0])
+        if paged is not None:
+            return self._attend_paged(q_THA, at, paged, fp8=queries.wants_fp8)
         self._rotate_queries(q_THA, self._rotation(step))
         return self._attend_in_parts(q_THA, at).flatten(1)
 
@@ -283,14 +284,14 @@ class LatentAttention:
     def _attend_paged(
         self, q_THA: Tensor, at: _Place, queries: PagedQueries, *, fp8: bool
     ) -> Activation:
-        """Attend in the latent space, one query a sequence, in the pages themselves: [T, H * V]."""
+        """Attend in the latent space with all rows, in the pages themselves: [T, H * V]."""
         kernels, cache = self._attention, at.step.kv_pool.layer(at.layer_index)
         w_uk_HNC, w_uv_HVC = at.layer.up_projections()
-        q_THL = kernels.absorb_queries(q_THA, w_uk_HNC, self._rotation(at.step), cache)
-        out_THC = kernels.paged_attention(
-            q_THL, cache, queries, self._config.kv_lora_rank, self._scale
+        q_RHL = kernels.absorb_queries(q_THA, w_uk_HNC, self._rotation(at.step), cache, queries)
+        out_RHC = kernels.paged_attention(
+            q_RHL, cache, queries, self._config.kv_lora_rank, self._scale
         )
-        return kernels.expand_values(out_THC, w_uv_HVC, fp8=fp8)
+        return kernels.expand_values(out_RHC, w_uv_HVC, queries, fp8=fp8)
 
     def _rotation(self, step: AttentionStep) -> Rotation:
         return Rotation(cos=step.cos, sin=step.sin, interleave=self._config.rope_interleave)

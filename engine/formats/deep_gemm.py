@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows
 from engine.invariants import require
+from engine.kernels.fused import dependent
 from engine.kernels.masked_rows import MASKED_BLOCK, MaskedRows
 
 
@@ -34,7 +35,8 @@ def is_available() -> bool:
 def dependent_launches() -> Iterator[None]:
     """Launch the library's kernels as dependent ones in this block, whatever the thread.
 
-    All of them wait for the kernel before them in their first steps.
+    All of them wait for the kernel before them in their first steps. One that has others to wait
+    for too, in a chain of this thread that was broken, is launched as usual: see `_in_turn`.
     """
     library = importlib.import_module("deep_gemm")
     before = library.get_pdl()
@@ -63,6 +65,22 @@ def on_few_multiprocessors(number: int) -> Iterator[None]:
         library.set_pdl(was_dependent)
 
 
+@contextmanager
+def _in_turn(library: ModuleType) -> Iterator[None]:
+    """Launch one kernel of the library, behind everything where the chain was broken.
+
+    See `engine.kernels.fused.dependent`.
+    """
+    is_usual = library.get_pdl() and dependent.is_chained() and not dependent.joins_chain()
+    if is_usual:
+        library.set_pdl(False)
+    try:
+        yield
+    finally:
+        if is_usual:
+            library.set_pdl(True)
+
+
 class DeepGemm:
     """The products, with the library loaded."""
 
@@ -81,7 +99,8 @@ class DeepGemm:
             (num_rows, weight_NK.shape[0]), dtype=torch.bfloat16, device=weight_NK.device
         )
         if num_rows:
-            self._library.fp8_gemm_nt((x.data_TK, x.scale_TG), (weight_NK, scale_inv_PQ), out)
+            with _in_turn(self._library):
+                self._library.fp8_gemm_nt((x.data_TK, x.scale_TG), (weight_NK, scale_inv_PQ), out)
         return out
 
     def grouped_linear(
@@ -111,9 +130,10 @@ class DeepGemm:
                 (x.num_rows, weight_ENK.shape[1]), dtype=torch.bfloat16, device=weight_ENK.device
             )
         if x.num_rows:
-            self._library.m_grouped_fp8_gemm_nt_contiguous(
-                (x.data_TK, x.scale_TG), (weight_ENK, scale_inv_EPQ), out, expert_M
-            )
+            with _in_turn(self._library):
+                self._library.m_grouped_fp8_gemm_nt_contiguous(
+                    (x.data_TK, x.scale_TG), (weight_ENK, scale_inv_EPQ), out, expert_M
+                )
         return out
 
     def masked_linear(self, x: MaskedRows, weight_LNK: Tensor, scale_inv_LPQ: Tensor) -> Tensor:
@@ -140,11 +160,12 @@ class DeepGemm:
             dtype=torch.bfloat16,
             device=weight_LNK.device,
         )
-        self._masked(
-            (x.data_LMD, x.scale_LMG),
-            (weight_LNK, scale_inv_LPQ),
-            out,
-            x.num_rows_L,
-            min(x.expected_rows, max_rows),
-        )
+        with _in_turn(self._library):
+            self._masked(
+                (x.data_LMD, x.scale_LMG),
+                (weight_LNK, scale_inv_LPQ),
+                out,
+                x.num_rows_L,
+                min(x.expected_rows, max_rows),
+            )
         return out

@@ -17,7 +17,7 @@ from engine.kernels.portable import portable_kernels
 from engine.ops.op import Ops
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_sharding import ReplicatedTokens, ScatteredTokens, TokenSharding
-from engine.side_stream import SideStream
+from engine.side_stream import SideRule, SideStream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,7 @@ class LayerContext:
         scatter_tokens: whether the tp ranks keep shares of the hidden states, not all of them.
         overlap_shared_expert: whether it runs while tokens travel to the routed experts.
         side_stream: that the shared expert runs on; None for the stream of all else.
+        side_rule: in which steps, and how.
     """
 
     dtype: torch.dtype = torch.float32
@@ -43,6 +44,7 @@ class LayerContext:
     scatter_tokens: bool = False
     overlap_shared_expert: bool = True
     side_stream: SideStream | None = None
+    side_rule: SideRule = field(default_factory=SideRule)
 
     @property
     def ops(self) -> Ops:

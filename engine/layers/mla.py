@@ -133,8 +133,8 @@ class MLA(nn.Module):
         self.up_projections()
 
     def _attend(self, q_THA: Tensor, step: AttentionStep) -> Activation:
-        """Attend: [T, H * V], padded for the next product."""
-        wants_fp8 = self.o_proj.takes_quantized and not self._sharding.sends_rows
+        """Attend: [T, H * V], padded for the next product; quantised rows cannot be padded."""
+        wants_fp8 = self.o_proj.takes_quantized and not self._sharding.pads(q_THA.shape[0])
         queries = LatentQueries(q_THA=q_THA, layer=self, wants_fp8=wants_fp8)
         attended = self._backend.attend(queries, self.layer_index, step)
         return self._sharding.pad(attended) if isinstance(attended, Tensor) else attended

@@ -181,7 +181,10 @@ class MoE(nn.Module):
             self.shared_experts = MLP(shared_ctx, config.hidden_size, width)
         self.dispatcher = dispatcher
         self._shared_schedule = SharedSchedule(
-            overlaps=ctx.overlap_shared_expert, side_stream=ctx.side_stream
+            overlaps=ctx.overlap_shared_expert,
+            side_stream=ctx.side_stream,
+            side_rule=ctx.side_rule,
+            num_shares=ctx.groups.tp_group.size if ctx.scatter_tokens else 1,
         )
         does_shared = self.shared_experts is not None and self.shared_experts.takes_quantized
         self.feed_format = FeedFormat.of(

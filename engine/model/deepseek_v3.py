@@ -168,6 +168,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             scatter_tokens=dims.tp > 1 and dims.ep > 1 if scatter is None else scatter,
             overlap_shared_expert=execution.overlap_shared_expert,
             side_stream=execution.side_stream,
+            side_rule=execution.side_rule,
         )
 
     def forward(
@@ -230,15 +231,14 @@ class DeepseekV3ForCausalLM(nn.Module):
         return replace(self.attention.plan(batch, kv_pool), num_rows=own_rows)
 
     def _launching(self, batch: ForwardBatch) -> AbstractContextManager[None]:
-        """Return in what the kernels of a step are launched."""
-        return self._launches() if batch.max_seqlen_q == 1 else nullcontext()
+        """Return in what the kernels of a step are launched: short ones in the chosen way."""
+        return self._launches() if batch.is_short else nullcontext()
 
     def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
         """Return the micro-batches of a step: one, or two if they are to overlap."""
         if self._overlap is None or not batch.lengths:  # of fixed shape, and small
             return (batch,)
-        dims = self.groups.dims
-        is_collective = dims.dp > 1 and dims.ep > 1
+        is_collective = min(self.groups.dims.dp, self.groups.dims.ep) > 1
         if batch.num_tokens < self._overlap.min_tokens and not is_collective:
             return (batch,)
         return halve(batch)

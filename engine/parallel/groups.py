@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from engine.kernels.fused.dependent import break_chain
 from engine.parallel.dims import ParallelDims
 from engine.parallel.pending import Pending, Ready
 from runtime.errors import PeerLostError
@@ -47,6 +48,7 @@ class _Launched:
     def wait(self) -> Tensor:
         with _PeersAlive(self.name):
             self.work.wait()
+        break_chain()  # on a GPU the library's own stream has run it
         return self.result
 
 

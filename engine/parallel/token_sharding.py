@@ -56,6 +56,10 @@ class TokenSharding(Protocol):
         """Return [P, ...], zeros below the T rows: the shape that `start_reduce` wants."""
         ...
 
+    def pads(self, num_tokens: int) -> bool:
+        """Return whether `pad` adds anything to so many rows."""
+        ...
+
     def start_gather(self, rows_t: Tensor, num_tokens: int) -> Pending[Tensor]:
         """Start to bring every rank's rows to every rank: [T, ...], without the padding."""
         ...
@@ -94,6 +98,10 @@ class ReplicatedTokens:
     def pad(self, x_T: Tensor) -> Tensor:
         """See `TokenSharding`."""
         return x_T
+
+    def pads(self, num_tokens: int) -> bool:
+        """See `TokenSharding`."""
+        return False
 
     def start_gather(self, rows_t: Tensor, num_tokens: int) -> Pending[Tensor]:
         """See `TokenSharding`."""
@@ -139,6 +147,10 @@ class ScatteredTokens:
         """See `TokenSharding`."""
         missing = -x_T.shape[0] % self.group.size
         return F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, missing)) if missing else x_T
+
+    def pads(self, num_tokens: int) -> bool:
+        """See `TokenSharding`."""
+        return num_tokens % self.group.size > 0
 
     def start_gather(self, rows_t: Tensor, num_tokens: int) -> Pending[Tensor]:
         """See `TokenSharding`."""

@@ -68,6 +68,12 @@ class PrefillSection:
     max_masked_tokens: int | str = "auto"
     """Most tokens of a step whose experts take rows in the masked layout, as in decode; 0: none.
     "auto": where measurements say that it pays, see ``engine.boot.open_execution``."""
+    overlap_shared_expert: bool = True
+    """Run the shared expert while tokens travel to the routed ones; in steps that are captured on
+    a stream of its own, beside routing too."""
+    dependent_launches: str = "auto"
+    """In steps that are captured, bring a kernel onto the GPU while the one before it runs: "on",
+    "off", or "auto" (where it was shown to change no bit: see ``engine.boot.open_execution``)."""
     step_timeout_s: float = 30.0
     """A step of up to 4096 tokens that takes longer ends the worker, larger ones have as much more;
     0: no limit."""
@@ -120,7 +126,8 @@ class PrefillSection:
             raise ConfigError("prefill.expert_parallel", False, problem, fix)
         at_least("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
         check_rebalance("prefill", self)
-        one_of("prefill.cuda_graphs", self.cuda_graphs, ("auto", "on", "off"))
+        for name in ("cuda_graphs", "dependent_launches"):
+            one_of(f"prefill.{name}", getattr(self, name), ("auto", "on", "off"))
         self._check_masked()
         self._check_exchange()
         self._check_experts()

@@ -40,6 +40,8 @@ PREFILLS = st.builds(
     two_batch_overlap=SWITCHES,
     cuda_graphs=SWITCHES,
     max_masked_tokens=st.one_of(st.just("auto"), COUNTS),
+    overlap_shared_expert=st.booleans(),
+    dependent_launches=SWITCHES,
     **BOTH,
 )
 DECODES = st.builds(

@@ -12,7 +12,10 @@ it have ended too. A kernel of somebody else's that may end without having waite
 of ours lets the next one come at once, the next one must be one that waits: before somebody else's
 dependent launch that does not, ours is launched as usual too, and lets nothing come before it ends.
 
-Nothing here is for prefill: its kernels are long, and the idle time between them does not count.
+A collective runs on a stream of its library's own: who waits for one breaks the chain too, because
+what comes next has two kernels to wait for.
+
+Nothing here is for long steps of prefill, where the idle time between kernels does not count.
 """
 
 import ast
@@ -58,6 +61,11 @@ def break_chain() -> None:
     chain = _chain.get()
     if chain is not None:
         chain.is_whole = False
+
+
+def is_chained() -> bool:
+    """Return whether this thread launches dependent kernels."""
+    return _chain.get() is not None
 
 
 def joins_chain() -> bool:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from bench.engine.options import PrefillOptions, Setup
+from bench.engine.prefill import rows_without_padding
 from deploy.cli import main
 
 COMMAND = ["bench", "prefill", "--device", "cpu", "--model-shape", "tiny", "--prompt-len", "32"]
@@ -17,6 +19,27 @@ def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     assert main([*COMMAND, *sizes, *arguments, "--json", str(out)]) == 0
     report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return report
+
+
+@pytest.mark.parametrize(
+    ("batch_tokens", "tp", "sizes", "expected"),
+    [
+        (64, 1, (64,), 64),
+        (64, 4, (64,), 64),
+        (64, 3, (64,), None),
+        (40, 1, (64,), None),
+        (256, 1, (64, 256), None),
+        (64, 1, (), None),
+    ],
+)
+def test_tables_know_of_padding_only_where_all_steps_have_none(
+    batch_tokens: int, tp: int, sizes: tuple[int, ...], expected: int | None
+) -> None:
+    shortest = min(batch_tokens, 64)
+    options = PrefillOptions(
+        setup=Setup(tp=tp), batch_tokens=batch_tokens, prompt_len=shortest, ttft=True
+    )
+    assert rows_without_padding(options, sizes) == expected
 
 
 @pytest.mark.slow

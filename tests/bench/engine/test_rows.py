@@ -112,15 +112,20 @@ def test_a_line_comes_after_each_row_and_the_model_is_kept(
     assert len(built) == 2, "one of decode, one of prefill"
 
 
+OF_PREFILL = {"short-suffix-four-gpus"}
+
+
 @pytest.mark.parametrize("path", sorted(ROWS.glob("*.txt")), ids=lambda path: path.stem)
 def test_the_tables_that_ship_can_be_read(path: Path) -> None:
     found = read_rows(path, [], parse_row)
     assert len(found) >= 4
     assert all(row.setup.seconds >= 30.0 for row in found), "what a record needs"
     kinds = {type(row.options) for row in found}
-    assert kinds == {DecodeOptions, PrefillOptions}
+    assert kinds == (
+        {PrefillOptions} if path.stem in OF_PREFILL else {DecodeOptions, PrefillOptions}
+    )
 
 
 def test_there_are_tables() -> None:
     found = {path.stem for path in ROWS.glob("*.txt")}
-    assert found == {"one-gpu", "two-gpus", "four-gpus", "eight-gpus"}
+    assert found == {"one-gpu", "two-gpus", "four-gpus", "eight-gpus"} | OF_PREFILL

@@ -133,6 +133,25 @@ def test_where_pages_are_read_every_row_attends_once_and_few_at_a_time(
     assert sorted(seen) == list(range(batch.num_tokens))
 
 
+@given(lengths=SEQUENCES, cost=st.sampled_from([0.0, 1.0]), num_tokens=st.sampled_from([3, 1000]))
+def test_rows_that_attend_in_one_call_as_they_stand_are_known(
+    lengths: list[tuple[int, int]], cost: float, num_tokens: int
+) -> None:
+    batch = make_batch(lengths)
+    rule = AttentionRule(heads=1, nope=4, rope=2, value=4, latent=16, absorbed_cost=cost)
+    rule = replace(rule, absorbed_bytes=num_tokens * 2 * (4 + 2 + 16 + 2 + 16 + 4))
+    plan = plan_attention(batch, BLOCK_SIZE, rule, plan_pages=lambda queries: queries)
+    whole = plan.paged_whole(batch.num_tokens)
+    is_one_call = len(plan.paged_groups) == 1 and not plan.segments
+    assert (whole is not None) == is_one_call
+    if whole is not None:
+        assert whole.counts is not None
+        assert whole.counts.cu_seqlens_q.tolist() == batch.cu_seqlens_q.tolist()
+        assert torch.equal(whole.seq_lens_S, batch.seq_lens)
+    elsewhere = plan_attention(batch, BLOCK_SIZE, rule)
+    assert elsewhere.paged_whole(batch.num_tokens) is None
+
+
 def test_scores_of_many_queries_are_kept_a_few_at_a_time() -> None:
     rule = AttentionRule(heads=2, nope=4, rope=2, value=4, latent=16, absorbed_cost=0.0)
     plan = plan_attention(make_batch([(40, 24)]), BLOCK_SIZE, rule)
@@ -176,6 +195,35 @@ def test_a_long_prefix_is_cut_into_parts() -> None:
         [5, 6, 7, 8],
         [9, 10, 11, 12],
     ]
+
+
+@given(
+    lengths=st.lists(
+        st.tuples(st.sampled_from([1, 4, 8]), st.sampled_from([0, 3, 4, 7, 8])),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_positions_are_picked_only_where_blocks_have_gaps(lengths: list[tuple[int, int]]) -> None:
+    """What several sequences attend to, in order, with what lies behind a sequence's end."""
+    rule = AttentionRule(heads=1, nope=4, rope=2, value=4, latent=16, absorbed_cost=float("inf"))
+    batch = make_batch(lengths)
+    plan = plan_attention(batch, BLOCK_SIZE, rule, max_positions=1000)
+    (segment,) = plan.segments
+    (part,) = segment.parts
+    gathered = [
+        (index, place)
+        for index, (queries, prefix) in enumerate(lengths)
+        for place in range(-(-(queries + prefix) // BLOCK_SIZE) * BLOCK_SIZE)
+    ]
+    picked = torch.arange(len(gathered))[part.kept].tolist()
+    assert [gathered[row] for row in picked] == [
+        (index, place)
+        for index, (queries, prefix) in enumerate(lengths)
+        for place in range(queries + prefix)
+    ]
+    has_gaps = any((queries + prefix) % BLOCK_SIZE for queries, prefix in lengths[:-1])
+    assert isinstance(part.kept, slice) is not has_gaps
 
 
 def test_a_decode_step_is_one_slice() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import flash_mla
+from engine.attention.absorb_reference import collect, spread
 from engine.attention.latent_storage import to_storage
 from engine.attention.paged_queries import PagedQueries, QueryCounts
 from engine.attention.paged_reference import paged_attention
@@ -144,7 +145,10 @@ def test_several_queries_a_sequence_against_the_reference(
     assert not kernel.takes_queries(queries, torch.float8_e4m3fn)
     planned = kernel.plan(queries, num_heads, cache.dtype)
     assert planned.schedule is not None
-    actual = kernel.paged_attention(q_THL, cache, planned, planned.schedule, SCALE)
+    out_RHC = kernel.paged_attention(
+        spread(q_THL, planned), cache, planned, planned.schedule, SCALE
+    )
+    actual = collect(out_RHC, planned)
     expected = paged_attention(q_THL.float(), cache, queries, RANK, SCALE)
     assert actual.shape == expected.shape
     assert relative_error(actual, expected) < TOLERANCE[torch.bfloat16]

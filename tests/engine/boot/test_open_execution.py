@@ -10,6 +10,7 @@ from engine.boot import open_execution as module
 from engine.boot.open_execution import (
     OpenExecution,
     launches_dependently,
+    launches_short_steps_dependently,
     open_execution,
     overlap_of,
 )
@@ -117,6 +118,41 @@ def test_kernels_are_launched_dependently_on_gpus_unless_told_otherwise() -> Non
     assert launches_dependently(TokenSteps(), GPU)
     assert not launches_dependently(TokenSteps(dependent_launches=Switch.OFF), GPU)
     assert not open_with(ChunkSteps(scatter_tokens=True)).execution.dependent_launches
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_short_steps_of_prefill_are_launched_dependently_where_that_was_shown(
+    is_shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launches(wanted: Switch, device: torch.device = GPU, tp: int = 1) -> bool:
+        steps = ChunkSteps(dependent_launches=wanted)
+        return launches_short_steps_dependently(steps, device, ParallelDims(tp=tp, ep=tp))
+
+    monkeypatch.setattr(module, "AUTO_DEPENDENT_IN_GROUPS", is_shown)
+    assert launches(Switch.AUTO, tp=8) is is_shown
+    monkeypatch.setattr(module, "AUTO_DEPENDENT_SHORT_STEPS", is_shown)
+    assert launches(Switch.AUTO) is is_shown
+    assert not launches(Switch.AUTO, CPU)
+    for tp in (1, 8):
+        assert launches(Switch.ON, tp=tp)
+        assert not launches(Switch.OFF, tp=tp)
+
+
+def test_the_shared_expert_of_short_steps_has_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SideStream", lambda streams: streams.device)
+
+    def stream_with(**others: Any) -> object:
+        return open_with(ChunkSteps(**others), device=GPU).execution.side_stream
+
+    assert stream_with() == GPU
+    assert stream_with(overlap_shared_expert=False) is None
+    assert stream_with(cuda_graphs=Switch.OFF) is None
+    assert open_with(ChunkSteps()).execution.side_stream is None
+    assert open_with(ChunkSteps(), device=GPU, dp=2).execution.side_stream is None
+    rule = open_with(ChunkSteps()).execution.side_rule
+    assert (rule.max_tokens, rule.in_halves) == (module.SHORT_SIDE_TOKENS, False)
+    assert open_with(ChunkSteps(), dp=2).execution.side_rule.in_halves
+    assert not open_with(ChunkSteps(overlap_shared_expert=False)).execution.overlap_shared_expert
 
 
 def test_the_shared_expert_overlaps_unless_told_otherwise() -> None:

@@ -9,13 +9,19 @@ from torch import Tensor
 
 from engine.batch import build_forward_batch
 from engine.boot.build import LoadFormat, build_kv_pool, build_model
+from engine.formats import deep_gemm
 from engine.graphs.suffix_graphs import SuffixGraphs, capture_suffixes
 from engine.kernels.create import KernelSet, create_kernels
+from engine.kernels.launches import dependent_launches
+from engine.layers.moe import MoE
+from engine.layers.shared_expert import SharedSchedule
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.side_stream import SideRule, SideStream
+from engine.streams import Streams
 from runtime.sampling import SamplingParams
 from tests.engine.graphs.uneven_main import NARROW
 from tests.engine.relative_error import relative_error
@@ -137,6 +143,32 @@ def test_short_steps_are_close_to_plain_ones(
     # GEMMs of other numbers of rows round other activations up to e4m3: 0.08 with the reference
     # operations on a CPU, up to 0.15 seen on an H200. Rows of something else differ by 1.4.
     assert max(errors) < 0.3
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("in_halves", [True, False])
+def test_dependent_launches_and_a_side_stream_change_no_bit(
+    model: DeepseekV3ForCausalLM,
+    kv_dtype: torch.dtype,
+    in_halves: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not deep_gemm.is_available():
+        pytest.skip("needs a Hopper GPU with DeepGEMM")
+    called, called_kv = run(model, kv_dtype, use_graphs=False)
+    monkeypatch.setattr(model, "_launches", dependent_launches)
+    schedule = SharedSchedule(
+        overlaps=True,
+        side_stream=SideStream(Streams(model.device)),
+        side_rule=SideRule(max_tokens=BUCKETS[-1], in_halves=in_halves),
+    )
+    for module in model.modules():
+        if isinstance(module, MoE):
+            monkeypatch.setattr(module, "_shared_schedule", schedule)
+    for use_graphs in (True, False):
+        found, kv = run(model, kv_dtype, use_graphs=use_graphs)
+        assert all(map(torch.equal, found, called))
+        assert torch.equal(kv, called_kv)
 
 
 def test_a_launch_does_not_wait_for_the_device(model: DeepseekV3ForCausalLM) -> None:

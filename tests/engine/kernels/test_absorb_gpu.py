@@ -12,6 +12,8 @@ from torch import Tensor
 
 from engine.attention import absorb_reference
 from engine.attention.latent_storage import to_storage
+from engine.attention.paged_queries import PagedQueries
+from engine.attention.rectangle import Rectangle
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels import reference
 from engine.kernels.rotation import Rotation
@@ -34,6 +36,7 @@ HEADS = 3 if IS_INTERPRETED else 128
 NOPE, ROPE, RANK = 128, 64, 256 if IS_INTERPRETED else 512
 BF16 = 2e-2
 """One unit in the last of 8 bits is 0.8 %; the interpreter cuts instead of rounding."""
+ROWS = PagedQueries(block_tables_SB=torch.zeros(1, 1), seq_lens_S=torch.ones(1))
 E4M3 = 0.15 if IS_INTERPRETED else 0.07
 """Half a step of 3 bits is 6 %; the interpreter cuts, and in the scale of a step."""
 
@@ -63,7 +66,7 @@ def draw_weight() -> Tensor:
 def test_absorb_queries(num_tokens: int, interleave: bool) -> None:
     q, weight = draw(num_tokens, HEADS, NOPE + ROPE), draw_weight()
     rotation, cache = draw_rotation(num_tokens, interleave=interleave), torch.empty(0)
-    exact = absorb_reference.absorb_queries(q.float(), weight.float(), rotation, cache)
+    exact = absorb_reference.absorb_queries(q.float(), weight.float(), rotation, cache, ROWS)
     actual = load("kernels.fused.absorb").absorb_queries(q, weight, rotation, DTYPE)
     assert actual.dtype == DTYPE
     assert relative_error(actual, exact) < (1e-2 if IS_INTERPRETED else 4e-3)
@@ -110,6 +113,43 @@ def test_expand_values(num_tokens: int) -> None:
     assert relative_error(rows.dequantize(), expected.dequantize()) < (
         0.15 if IS_INTERPRETED else 2e-2
     )
+
+
+def draw_rectangle(counts: list[int], width: int) -> Rectangle:
+    starts = torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
+    return Rectangle.of(starts, width, sum(counts))
+
+
+RECTANGLES = [([4, 1, 3], 4), ([1, 0, 2, 0], 4), ([4] * 16 + [0], 4), ([2] * 20, 3)]
+
+
+@pytest.mark.parametrize(("counts", "width"), RECTANGLES)
+def test_queries_come_as_a_rectangle(counts: list[int], width: int) -> None:
+    """Gathering rows on the way in gives what gathering them afterwards does."""
+    rectangle, kernel = draw_rectangle(counts, width), load("kernels.fused.absorb")
+    q, weight = draw(sum(counts), HEADS, NOPE + ROPE), draw_weight()
+    rotation = draw_rotation(len(q), interleave=True)
+    plain = kernel.absorb_queries(q, weight, rotation, DTYPE)
+    spread = kernel.absorb_queries(q, weight, rotation, DTYPE, rows_R=rectangle.rows)
+    assert spread.shape[0] == len(counts) * width
+    assert torch.equal(spread[..., RANK:], rectangle.spread(plain)[..., RANK:])
+    # Tiles of other heights may add up in another order.
+    assert relative_error(spread, rectangle.spread(plain).float()) < BF16
+    again = kernel.absorb_queries(q, weight, rotation, DTYPE, rows_R=rectangle.rows)
+    assert torch.equal(spread, again)
+
+
+@pytest.mark.parametrize(("counts", "width"), RECTANGLES)
+def test_values_are_found_in_a_rectangle(counts: list[int], width: int) -> None:
+    rectangle, kernel = draw_rectangle(counts, width), load("kernels.fused.absorb")
+    latents, weight = draw(len(counts) * width, HEADS, RANK), draw_weight()
+    for fp8 in (False, True):
+        found = kernel.expand_values(latents, weight, fp8=fp8, places_T=rectangle.places)
+        expected = kernel.expand_values(rectangle.collect(latents), weight, fp8=fp8)
+        if isinstance(found, Fp8Rows):
+            assert torch.equal(found.scale_TG, expected.scale_TG)
+            found, expected = found.data_TK.view(torch.uint8), expected.data_TK.view(torch.uint8)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)

@@ -5,11 +5,13 @@ import threading
 
 import pytest
 
+from engine.formats.deep_gemm import _in_turn
 from engine.kernels.fused.dependent import (
     WAIT,
     break_chain,
     dependent_launches,
     joins_chain,
+    ordinary_launches,
     with_wait,
 )
 
@@ -69,3 +71,45 @@ def test_another_thread_launches_as_ever() -> None:
         thread.start()
         thread.join()
     assert seen == [False]
+
+
+class Library:
+    """A matrix library that notes how each product was launched."""
+
+    def __init__(self) -> None:
+        self.is_dependent, self.launched = False, list[bool]()
+
+    def get_pdl(self) -> bool:
+        return self.is_dependent
+
+    def set_pdl(self, is_dependent: bool) -> None:
+        self.is_dependent = is_dependent
+
+    def multiply(self) -> None:
+        with _in_turn(self):  # type: ignore[arg-type]
+            self.launched.append(self.is_dependent)
+
+
+def test_a_product_with_two_kernels_to_wait_for_is_launched_as_usual() -> None:
+    library = Library()
+    library.multiply()
+    with dependent_launches():
+        library.is_dependent = True
+        library.multiply()
+        break_chain()
+        library.multiply()
+        library.multiply()
+        with ordinary_launches():
+            break_chain()
+            library.multiply()
+    assert library.launched == [False, True, False, True, True]
+    assert library.is_dependent
+
+
+def test_a_product_mends_the_chain() -> None:
+    library = Library()
+    with dependent_launches():
+        library.is_dependent = True
+        break_chain()
+        library.multiply()
+        assert joins_chain()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.attention import absorb_reference
+from engine.attention.paged_queries import PagedQueries
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels import expert_reference, reference
 from engine.kernels.alignment import Alignment
@@ -18,6 +19,7 @@ from engine.ops.permute import COUNT_ROWS, MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
 from runtime.errors import InternalError
 
 TOKENS, RANK, ROPE = 3, 128, 8
+ROWS = PagedQueries(block_tables_SB=torch.zeros(1, 1), seq_lens_S=torch.ones(1))
 
 
 def rotation(num_tokens: int = TOKENS, half: int = ROPE // 2) -> Rotation:
@@ -75,7 +77,7 @@ def test_queries_of_other_widths_are_refused(shape: tuple[int, int]) -> None:
     check_queries(torch.randn(TOKENS, 3, 16 + ROPE), weight, rotation())
     with pytest.raises(InternalError, match="3 heads of 16 numbers and 8 rotated are wanted"):
         absorb_reference.absorb_queries(
-            torch.randn(TOKENS, *shape), weight, rotation(), torch.empty(0)
+            torch.randn(TOKENS, *shape), weight, rotation(), torch.empty(0), ROWS
         )
 
 
@@ -83,7 +85,7 @@ def test_queries_of_other_widths_are_refused(shape: tuple[int, int]) -> None:
 def test_values_of_other_widths_are_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(InternalError, match="3 heads of 128 numbers are wanted"):
         absorb_reference.expand_values(
-            torch.randn(TOKENS, *shape), torch.randn(3, 128, RANK), fp8=False
+            torch.randn(TOKENS, *shape), torch.randn(3, 128, RANK), ROWS, fp8=False
         )
 
 

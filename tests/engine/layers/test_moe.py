@@ -12,7 +12,9 @@ from engine.experts.placement import ExpertPlacement
 from engine.layers.context import LayerContext
 from engine.layers.moe import Experts, MoE, create_expert_dispatcher
 from engine.layers.norm import Normed
+from engine.layers.shared_expert import SharedSchedule
 from engine.operations import run
+from engine.side_stream import SideRule
 from tests.engine.layers.test_linear import fill
 from tests.engine.parallel.fake_ranks import rank_context
 from tests.engine.tiny import tiny_config
@@ -111,11 +113,15 @@ class RecordedSideStream:
         return RecordedStart(work(), self._events)
 
 
-def test_the_shared_expert_leaves_memory_to_the_routed_ones() -> None:
+def events_beside(rule: SideRule) -> list[str]:
+    """Return what happened in a step of five tokens; its numbers are those of one stream."""
     tensors: dict[str, Tensor] = {}
     plain = build(tensors)
     events: list[str] = []
-    beside = build(tensors, LayerContext(side_stream=RecordedSideStream(events)))  # type: ignore[arg-type]
+    beside = build(
+        tensors,
+        LayerContext(side_stream=RecordedSideStream(events), side_rule=rule),  # type: ignore[arg-type]
+    )
     assert beside.shared_experts is not None
     parts = {
         "route": beside.gate,
@@ -127,7 +133,35 @@ def test_the_shared_expert_leaves_memory_to_the_routed_ones() -> None:
         module.register_forward_pre_hook(lambda *_, name=name: events.append(name))
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(8))
     assert torch.equal(call(beside, x), call(plain, x))
-    assert events == ["start", "gate and up", "route", "experts", "start", "down", "join"]
+    return events
+
+
+def test_the_shared_expert_leaves_memory_to_the_routed_ones() -> None:
+    expected = ["start", "gate and up", "route", "experts", "start", "down", "join"]
+    assert events_beside(SideRule()) == expected
+    assert events_beside(SideRule(max_tokens=5)) == expected
+
+
+def test_where_no_sums_travel_the_shared_expert_runs_whole_at_the_start() -> None:
+    events = events_beside(SideRule(in_halves=False))
+    assert events == ["start", "gate and up", "down", "route", "experts", "join"]
+
+
+def test_a_longer_step_has_the_shared_expert_on_the_stream_of_all_else() -> None:
+    events = events_beside(SideRule(max_tokens=4))
+    assert events == ["route", "gate and up", "down", "experts"]
+
+
+@pytest.mark.parametrize(("num_rows", "is_beside"), [(32, True), (33, False)])
+def test_ranks_that_share_a_step_count_it_together(num_rows: int, is_beside: bool) -> None:
+    """A step of 256 tokens is one of 32 rows for each of eight ranks."""
+    schedule = SharedSchedule(
+        overlaps=True,
+        side_stream=RecordedSideStream([]),  # type: ignore[arg-type]
+        side_rule=SideRule(max_tokens=256),
+        num_shares=8,
+    )
+    assert schedule._is_beside(num_rows) is is_beside
 
 
 def test_no_shared_expert() -> None:

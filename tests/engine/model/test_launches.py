@@ -1,4 +1,4 @@
-"""Decode steps, and no others, are launched in the block that the model has chosen."""
+"""Steps of decode and short ones of fixed shape are launched in the block that the model chose."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.boot.build import build_model
+from engine.batch import build_forward_batch
+from engine.boot.build import build_kv_pool, build_model
 from engine.execution import Execution
 from engine.generate import generate
+from engine.graphs.suffix_graphs import SuffixGraphs
 from engine.kernels.launches import Launches
 from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.request import Request, ScheduledRequest
 from runtime.sampling import SamplingParams
 from tests.engine.tiny import tiny_config, write_checkpoint
 
@@ -56,4 +59,30 @@ def test_decode_steps_run_in_the_chosen_launches(
     assert recorder.asked == [True]
     assert [item.token_ids for item in found] == [item.token_ids for item in expected]
     assert recorder.num_blocks == 5, "the steps behind that of the prompts"
+    assert recorder.num_open == 0
+
+
+def test_short_steps_of_fixed_shape_run_in_the_chosen_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder()
+    monkeypatch.setattr("engine.model.deepseek_v3.choose_launches", recorder.choose)
+    model = build(tmp_path, Execution(dependent_launches=True))
+    pool = build_kv_pool(model, 4, block_size=4)
+    request = Request(
+        request_id="0",
+        prompt_token_ids=[3, 14, 15, 9],
+        sampling=GREEDY,
+        block_table=[1],
+    )
+    batch = build_forward_batch([ScheduledRequest(request, 4)], 4)
+    model.forward(batch, pool)
+    assert recorder.num_blocks == 0, "a step of any length"
+    graphs = SuffixGraphs(
+        model, pool, model.attention_rule, buckets=(4,), max_num_seqs=1, max_model_len=8
+    )
+    graphs.capture()
+    before = recorder.num_blocks
+    graphs.run(batch)
+    assert recorder.num_blocks == before + 1
     assert recorder.num_open == 0

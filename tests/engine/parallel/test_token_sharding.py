@@ -44,6 +44,7 @@ def test_shares_put_together_are_the_tokens(num_tokens: int, size: int) -> None:
     assert not shares[num_tokens:].any()
     padded = shardings[0].pad(x)
     assert padded.equal(shares)
+    assert shardings[0].pads(num_tokens) == (len(padded) > num_tokens)
     gathering = ScatteredTokens(ScriptedGroup(0, size, shares)).start_gather(shares, num_tokens)
     assert gathering.wait().equal(x)
     reduced = torch.cat([sharding.start_reduce(padded).wait() for sharding in shardings])
