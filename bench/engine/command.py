@@ -230,9 +230,10 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
 def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--routing",
-        choices=("uniform", "even", "model"),
+        choices=("uniform", "even", "skewed", "model"),
         default="uniform",
-        help="experts drawn by each token, even (a bound), or chosen by the invented router",
+        help="experts drawn by each token, alike or by a synthetic skew, even (a bound), or chosen"
+        " by the invented router",
     )
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="of all requests; 0 is greedy"

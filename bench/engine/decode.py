@@ -43,7 +43,7 @@ _NUM_REPLAYS = 30
 def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     """Measure on one rank; the report on rank 0, None on the others."""
     setup, section = options.setup, options.section
-    rank = models.get(setup, section)
+    rank = models.get(options)
     requests = invent_requests(options, rank)
     sizes = step_sizes(options.requests, section.max_num_seqs)
     each, choices = options.rows_each, engine_options(section).draft_choices

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.draft_choices import AUTO_DRAFTS
 from engine.parallel.deep_ep_shape import ROW_TILE
-from runtime.config import ClusterConfig, DecodeSection, PrefillSection
+from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from runtime.config_file import split_setting, with_settings
 from runtime.errors import ConfigError
 
@@ -23,19 +23,24 @@ BLOCK_SIZE = 64
 DEFAULT_BATCH = 128
 """Requests of a decode rank, and places at least, as in `deploy/configs/h200/ep16.toml`."""
 
+_PLACED = (
+    "expert_load", "rebalance_experts", "rebalance_interval_steps", "rebalance_objective",
+    "rebalance_min_gain",
+)  # fmt: skip
+"""Fields of both roles that decide where experts stand."""
 EFFECTIVE: Mapping[str, frozenset[str]] = {
     "prefill": frozenset(
         (
             "expert_parallel", "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps",
             "two_batch_overlap", "scatter_tokens", "cuda_graphs", "max_masked_tokens",
-            "overlap_shared_expert", "dependent_launches", "num_redundant_experts",
+            "overlap_shared_expert", "dependent_launches", "num_redundant_experts", *_PLACED,
         )
     ),
     "decode": frozenset(
         (
             "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs",
             "overlap_shared_expert", "dependent_launches", "num_redundant_experts", "dispatcher",
-            "max_tokens_per_rank",
+            "max_tokens_per_rank", *_PLACED,
         )
     ),
 }  # fmt: skip
@@ -48,19 +53,22 @@ _FLAGS = {
 
 
 class Routing(StrEnum):
-    """Who chooses experts: a draw for each token, an even table, or the router as it is invented.
+    """Who chooses experts: a draw for each token, uniform or skewed, an even table, or the router
+    as it is invented.
 
     See `bench.engine.routing`.
     """
 
     UNIFORM = "uniform"
     EVEN = "even"
+    SKEWED = "skewed"
     MODEL = "model"
 
 
 ROUTING_LABELS: Mapping[Routing, str] = {
     Routing.UNIFORM: "uniform routing",
     Routing.EVEN: "even routing, a bound: no padding, no skew",
+    Routing.SKEWED: "routing by a synthetic skew",
     Routing.MODEL: "routing by the invented router",
 }
 """Part of every label."""
@@ -166,7 +174,8 @@ class Setup:
             for setting in self.settings
             if split_setting(setting)[0] == f"{role}.kv_dtype"
         ]
-        return with_settings(ClusterConfig(**{role: own}), [*alike, *self.settings])
+        base = ClusterConfig(model=ModelSection(path=self.shape), **{role: own})
+        return with_settings(base, [*alike, *self.settings])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

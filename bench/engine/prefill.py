@@ -49,7 +49,7 @@ _NUM_TTFT = 9
 def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
     """Measure on one rank; the report on rank 0, None on the others."""
     setup = options.setup
-    rank = models.get(setup, options.section)
+    rank = models.get(options)
     rank.check_length("prompt-len", options.cached_len + options.prompt_len + 1)
     model = rank.model
     rank.compile_for(

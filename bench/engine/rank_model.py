@@ -17,19 +17,28 @@ from dataclasses import dataclass, replace
 import torch
 
 from bench.engine.launcher import RankPlace
-from bench.engine.options import Setup
+from bench.engine.options import DecodeOptions, PrefillOptions, Setup
 from bench.engine.report import say
 from bench.engine.routing import TableRouting
 from bench.engine.shapes import MeasuredModel, choose_model
 from bench.stage_timer import StageTimer
 from engine.boot.build import build_model
-from engine.boot.experts import count_experts, place_experts
+from engine.boot.experts import (
+    check_agreement,
+    count_experts,
+    counted_experts,
+    place_experts,
+)
+from engine.boot.moves import OpenMoves, can_move, close_of, open_moves
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.rank import choose_max_model_len
 from engine.boot.warm_up import Product, warm_up
 from engine.config import DeepseekV3Config
 from engine.data_sheets import find_sheet
 from engine.execution import Execution
+from engine.experts.counted import CountedExperts
+from engine.experts.placements import ExpertPlacements, Table
+from engine.experts.static_start import RecordedLoad
 from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
@@ -40,10 +49,15 @@ from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
 from engine.streams import Streams
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
-from worker.engine_options import engine_options, parallel_dims
+from worker.engine_options import engine_options, parallel_dims, recorded_load
 
 Section = PrefillSection | DecodeSection
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+_FREE_FIELDS = (
+    "max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs", "rebalance_interval_steps",
+    "rebalance_objective", "rebalance_min_gain",
+)  # fmt: skip
+"""Of a section, what a model is not built by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +75,9 @@ class RankModel:
         execution: how its steps run.
         device: of the rank.
         close_execution: frees what the ranks opened besides.
+        placements: of its experts.
+        moves: what they move with, where they may.
+        experts: whose tokens are counted; None where nothing is.
     """
 
     place: RankPlace
@@ -73,6 +90,9 @@ class RankModel:
     execution: Execution
     device: torch.device
     close_execution: Callable[[], None]
+    placements: ExpertPlacements
+    moves: OpenMoves | None = None
+    experts: CountedExperts | None = None
 
     @property
     def everyone(self) -> RankGroup:
@@ -114,21 +134,33 @@ class RankModels:
         self._groups: ProcessGroups | None = None
         self._key: object = None
         self._kept: RankModel | None = None
+        self._table: Table = ()  # in which the experts of the kept model stood at first
 
-    def get(self, setup: Setup, section: Section) -> RankModel:
+    def get(self, options: PrefillOptions | DecodeOptions) -> RankModel:
         """The model that a measurement asks for: the one that is there, or a new one.
+
+        One whose experts have moved is not taken again: rows begin alike.
 
         Raises:
             ConfigError: a shape that the ranks cannot split, or what does not run here.
             PeerLostError: the other ranks did not come.
         """
+        setup, section = options.setup, options.section
         key = _key_of(setup, section)
-        if self._kept is None or key != self._key:
-            self._let_go()
-            self._kept, self._key = self._open(setup, section), key
-        count_experts(self._kept.model, is_wanted=setup.expert_load)
+        if key != self._key or self._has_moved():
+            self._let_go()  # nothing may refer to it while the next one is made
+            role = "prefill" if isinstance(section, PrefillSection) else "decode"
+            self._kept = self._open(setup, section, recorded_load(options.cluster, role))
+            self._key, self._table = key, self._kept.placements.table
+        kept, counted = self._kept, None
+        assert kept is not None
+        if setup.expert_load:
+            is_scattered = bool(kept.execution.scatter_tokens)
+            counted = counted_experts(kept.model, kept.placements, is_scattered=is_scattered)
+        else:
+            count_experts(kept.model, is_wanted=False)
         # A model serves rows of other routing, which are labelled so.
-        return replace(self._kept, measured=choose_model(setup))
+        return replace(kept, measured=choose_model(setup), experts=counted)
 
     def close(self) -> None:
         """Leave the groups, all ranks together."""
@@ -137,15 +169,19 @@ class RankModels:
             self._groups.destroy()
             self._groups = None
 
+    def _has_moved(self) -> bool:
+        return self._kept is None or self._kept.placements.table != self._table
+
     def _let_go(self) -> None:
         if self._kept is None:
             return
         self._kept.meet()
+        close_of(self._kept.moves)()
         self._kept.close_execution()
         device, self._kept = self._kept.device, None
         free_memory(device)
 
-    def _open(self, setup: Setup, section: Section) -> RankModel:
+    def _open(self, setup: Setup, section: Section, load: RecordedLoad | None) -> RankModel:
         start = time.perf_counter()
         measured, options = choose_model(setup), engine_options(section)
         dims = parallel_dims(section, self.place.rank)
@@ -167,9 +203,10 @@ class RankModels:
             groups=self._groups,
             timer=timer,
             routing=TableRouting(timer.kernels),
-            device=device,
+            streams=Streams(device),
+            load=load,
         )
-        model, opened = _build(options, parts, played_ranks=setup.played_ranks)
+        built = _build(options, parts, played_ranks=setup.played_ranks)
         say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=self.place.rank)
         return RankModel(
             place=self.place,
@@ -178,10 +215,12 @@ class RankModels:
             groups=self._groups,
             timer=timer,
             routing=parts.routing,
-            model=model,
-            execution=opened.execution,
+            model=built.model,
+            execution=built.opened.execution,
             device=device,
-            close_execution=opened.close,
+            close_execution=built.opened.close,
+            placements=built.placements,
+            moves=built.moves,
         )
 
 
@@ -210,23 +249,46 @@ class _Parts:
     groups: ProcessGroups
     timer: StageTimer
     routing: TableRouting
-    device: torch.device
+    streams: Streams
+    load: RecordedLoad | None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the rank."""
+        return self.streams.device
 
 
-def _build(
-    options: EngineOptions, parts: _Parts, *, played_ranks: int
-) -> tuple[DeepseekV3ForCausalLM, OpenExecution]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Built:
+    """A model and what was opened for it."""
+
+    model: DeepseekV3ForCausalLM
+    opened: OpenExecution
+    placements: ExpertPlacements
+    moves: OpenMoves | None
+
+
+def _build(options: EngineOptions, parts: _Parts, *, played_ranks: int) -> _Built:
     """Open what the options ask for, then build the model, as a worker does."""
     groups, kernels = parts.timer.watch_groups(parts.groups), parts.routing.kernels
-    with_mtp = options.draft_choices.most > 0
-    placements = place_experts(options, parts.config, groups.dims, parts.device, with_mtp=with_mtp)
+    with_mtp, movable = options.draft_choices.most > 0, can_move(options, groups.dims)
+    placements = place_experts(
+        options,
+        parts.config,
+        groups.dims,
+        parts.device,
+        with_mtp=with_mtp,
+        load=parts.load,
+        can_change=movable,
+    )
+    check_agreement(parts.load, placements, groups.boot_group)
     opened = open_execution(
         options,
         parts.config,
         groups,
         kernels=kernels,
         num_physical_experts=placements.num_physical_experts,
-        streams=Streams(parts.device),
+        streams=parts.streams,
         played_ranks=played_ranks,
     )
     model = build_model(
@@ -244,7 +306,8 @@ def _build(
     if isinstance(options.steps, TokenSteps):
         model.prepare()
     free_memory(parts.device)  # what drawing the weights took; the KV pool wants one piece
-    return model, opened
+    moves = open_moves(model, placements, parts.streams) if movable else None
+    return _Built(model=model, opened=opened, placements=placements, moves=moves)
 
 
 def _make_kernels(config: DeepseekV3Config, device: torch.device) -> Kernels:
@@ -269,7 +332,7 @@ def _take_device(options: EngineOptions, place: RankPlace) -> torch.device:
 def _key_of(setup: Setup, section: Section) -> object:
     """Measurements with equal keys can use one model: only pools, graphs and loads differ."""
     fields = dataclasses.asdict(section)
-    for name in ("max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs"):
+    for name in _FREE_FIELDS:
         fields.pop(name, None)
     part = (setup.shape, setup.layers, setup.shard_of, setup.shard_axis, setup.max_model_len)
     return part, type(section), fields

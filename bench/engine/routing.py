@@ -9,10 +9,14 @@ rule: experts of a token are different, and lie in `topk_group` groups.
 no two as many, as with a balanced router: rows are padded to tiles, and the fullest rank is waited
 for. Every layer has its own draws, and every step other ones. *Even*: every expert gets as many
 rows, in multiples of the tiles where the batch is one: no padding, no skew. That is a bound.
+*Skewed*: some experts of a layer are likelier than others, by a synthetic skew like a published one
+(`bench.experts.skew`), the same at every step and on all ranks. What is counted, and planned from,
+is the choice that runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -56,12 +60,49 @@ class RoutingTables:
             self._step = (self._step + 1) % len(self._draws)
             self._current.copy_(self._draws[self._step])
 
-    def take(self, num_tokens: int) -> Tensor:
-        """The experts of the next call, [num_tokens, K] int64."""
+    def take(self, num_tokens: int, bias_E: Tensor | None = None) -> Tensor:
+        """The experts of the next call, [num_tokens, K] int64; `bias_E` is that of its gate."""
         table = self._current[self._call % len(self._current)]
         self._call += 1
         assert num_tokens <= len(table), (num_tokens, len(table))
         return table[:num_tokens]
+
+
+class LayerTables(RoutingTables):
+    """The same where layers differ in more than their draws: a gate is known by its bias."""
+
+    def __init__(
+        self,
+        draws_SLTK: Tensor,
+        layer_of: Mapping[int, int],
+        *,
+        num_rows: int | None = None,
+    ) -> None:
+        """Take tables of S steps, L layers and T tokens.
+
+        Args:
+            draws_SLTK: experts; changed.
+            layer_of: the place of a layer, by the address of the bias of its gate.
+            num_rows: see `RoutingTables`.
+        """
+        super().__init__(draws_SLTK, num_rows=num_rows)
+        self._layer_of, self._rows_taken = layer_of, [0] * len(self._current)
+
+    def begin_step(self) -> None:
+        """See `RoutingTables`."""
+        super().begin_step()
+        self._rows_taken = [0] * len(self._current)
+
+    def take(self, num_tokens: int, bias_E: Tensor | None = None) -> Tensor:
+        """See `RoutingTables`; a second micro-batch gets the rows behind those of the first."""
+        assert bias_E is not None
+        layer = self._layer_of[bias_E.data_ptr()]
+        table, first = self._current[layer], self._rows_taken[layer]
+        assert num_tokens <= len(table), (num_tokens, len(table))
+        if self.knows_padding or first + num_tokens > len(table):
+            first = 0
+        self._rows_taken[layer] = first + num_tokens
+        return table[first : first + num_tokens]
 
 
 class TableRouting:
@@ -69,6 +110,7 @@ class TableRouting:
 
     Attributes:
         tables: in use; None for the router's own choice.
+        counts_tables: whether gates count the choice of the tables, not the one they replace.
         kernels: the same as were given, with another choice of experts; use as the model's.
     """
 
@@ -77,6 +119,7 @@ class TableRouting:
         ops = kernels.ops.replaced(GROUP_LIMITED_TOPK, self._choose_by_tables)
         self.kernels = replace(kernels, ops=ops)
         self.tables: RoutingTables | None = None
+        self.counts_tables = False
 
     def _choose_by_tables(
         self,
@@ -88,14 +131,20 @@ class TableRouting:
     ) -> tuple[Tensor, Tensor]:
         """Return the experts of the tables, and the weights of those that were really chosen.
 
-        Those are counted, too: counting costs what it does in a worker.
+        Those are counted, too: counting costs what it does in a worker. Where `counts_tables`, the
+        tables' are counted instead, by two kernels more in a layer.
         """
-        ids_TK, weights_TK = self._choose(logits_TE, bias_E, rule, num_rows, load_C)
-        if self.tables is None:
+        tables, is_told = self.tables, self.tables is not None and self.counts_tables
+        counted_C = None if is_told else load_C
+        ids_TK, weights_TK = self._choose(logits_TE, bias_E, rule, num_rows, counted_C)
+        if tables is None:
             return ids_TK, weights_TK
-        own_TK = self.tables.take(weights_TK.shape[0])
-        if num_rows is not None and not self.tables.knows_padding:
+        own_TK = tables.take(weights_TK.shape[0], bias_E)
+        if num_rows is not None and not tables.knows_padding:
             own_TK = torch.where(ids_TK < 0, ids_TK, own_TK)
+        if is_told and load_C is not None:
+            chosen = own_TK.flatten() % len(load_C)  # -1, which is nothing, to the last bin
+            load_C.index_add_(0, chosen, torch.ones_like(chosen))
         return own_TK, weights_TK
 
 
@@ -142,6 +191,54 @@ def draw_uniform(
     for step in drawn:
         for call in step:
             call.copy_(uniform_experts(config, num_tokens, generator))
+    return drawn
+
+
+def skewed_experts(
+    config: DeepseekV3Config, num_tokens: int, log_E: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Return [num_tokens, K] int64 on the generator's device: likelier experts more often.
+
+    The same draw as the uniform one, with keys that an expert's likelihood moves: a token takes
+    the groups whose two best keys are largest together, then the K largest keys in them.
+
+    Args:
+        config: of the model.
+        num_tokens: how many.
+        log_E: float64, the logarithm of each expert's likelihood, up to a constant.
+        generator: of the draws.
+    """
+    groups, device = config.n_group, generator.device
+    drawn_TE = torch.rand(
+        (num_tokens, config.n_routed_experts),
+        dtype=torch.float64,
+        generator=generator,
+        device=device,
+    )
+    keys_TE = log_E.to(device) - torch.log(-torch.log(drawn_TE))  # Gumbel: without replacement
+    if config.topk_group < groups:
+        keys_TGS = keys_TE.view(num_tokens, groups, -1)
+        best = keys_TGS.topk(min(2, keys_TGS.shape[2]), dim=2).values.sum(dim=2)
+        kept = best.topk(config.topk_group, dim=1).indices
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
+        keys_TE = keys_TGS.masked_fill(left_out.unsqueeze(2), float("-inf")).flatten(1)
+    return keys_TE.topk(config.num_experts_per_tok, dim=1).indices
+
+
+def draw_skewed(
+    config: DeepseekV3Config,
+    log_LE: Tensor,
+    *,
+    num_steps: int,
+    num_tokens: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return [num_steps, L, num_tokens, K] int64, with the same likelihoods at every step."""
+    shape = (num_steps, len(log_LE), num_tokens, config.num_experts_per_tok)
+    drawn = torch.empty(shape, dtype=torch.int64, device=generator.device)
+    for step in drawn:
+        for layer, log_E in zip(step, log_LE, strict=True):
+            layer.copy_(skewed_experts(config, num_tokens, log_E, generator))
     return drawn
 
 

@@ -11,12 +11,16 @@ from bench.engine.options import BLOCK_SIZE, Routing, Setup
 from bench.engine.rank_model import RankModel, free_memory
 from bench.engine.report import Report
 from bench.engine.routing import (
+    LayerTables,
     RoutingTables,
+    draw_skewed,
     draw_uniform,
     even_experts,
     num_draws,
 )
+from bench.experts.skew import log_likelihoods
 from engine.boot.build import build_kv_pool
+from engine.boot.experts import moe_layers
 from engine.execution import Execution
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import agree_on_epoch
@@ -103,6 +107,8 @@ def open_session(
     if rank.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.device)
     rank.routing.tables = make_tables(rank, setup, max_tokens, num_rows)
+    # What is counted there is read, and not only paid for.
+    rank.routing.counts_tables = setup.routing is Routing.SKEWED or rank.moves is not None
     pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=kv_dtype)
     return Session(
         rank=rank,
@@ -135,6 +141,8 @@ def make_tables(
     num_calls = config.num_moe_layers * (1 if rank.execution.overlap is None else 2)
     num_calls += rank.model.with_mtp
     generator = torch.Generator(device=rank.device).manual_seed(setup.seed * dims.world_size + own)
+    if setup.routing is Routing.SKEWED:
+        return _skewed_tables(rank, setup, max_tokens, num_rows, generator)
     drawn = draw_uniform(
         config,
         num_steps=num_draws(config, max_tokens, num_calls),
@@ -143,6 +151,28 @@ def make_tables(
         generator=generator,
     )
     return RoutingTables(rank.groups.tp_group.broadcast(drawn), num_rows=num_rows)
+
+
+def _skewed_tables(
+    rank: RankModel,
+    setup: Setup,
+    max_tokens: int,
+    num_rows: int | None,
+    generator: torch.Generator,
+) -> RoutingTables:
+    """Tables of a skew that all ranks share and every layer has for itself."""
+    config, layers = rank.measured.config, list(moe_layers(rank.model).values())
+    log_LE = log_likelihoods(len(layers), config.n_routed_experts, seed=setup.seed)
+    drawn = draw_skewed(
+        config,
+        torch.from_numpy(log_LE),
+        num_steps=num_draws(config, max_tokens, len(layers)),
+        num_tokens=max_tokens,
+        generator=generator,
+    )
+    gates = [layer.gate.e_score_correction_bias.data_ptr() for layer in layers]
+    layer_of = {address: place for place, address in enumerate(gates)}
+    return LayerTables(rank.groups.tp_group.broadcast(drawn), layer_of, num_rows=num_rows)
 
 
 def describe_execution(execution: Execution) -> Report:

@@ -9,16 +9,29 @@ between windows they drift a little. Groups are not modelled: choices of a pass 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from engine.experts.trace import ExpertTrace
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 SIGMA: Final = 1.06
 """Of the logarithm of an expert's likelihood: balancedness 0.39 on 32 ranks with 4,096 tokens."""
 DRIFT: Final = 0.05
 """Of the same between two windows."""
+
+
+def log_likelihoods(
+    num_layers: int, num_experts: int, *, seed: int, sigma: float = SIGMA
+) -> NDArray[np.float64]:
+    """Return [L, E] float64: of every expert of a layer, up to a constant."""
+    drawn: NDArray[np.float64] = np.random.default_rng(seed).normal(
+        0.0, sigma, (num_layers, num_experts)
+    )
+    return drawn
 
 
 def skewed_windows(
