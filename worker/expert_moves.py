@@ -30,6 +30,8 @@ from worker.expert_load import ExpertLoadFeed
 from worker.expert_plans import ExpertPlans, open_expert_plans
 from worker.health import Health
 
+LAG_STEPS: Final = 8
+"""Without it the first plan would come before the first window, and be empty."""
 TURN_TIMEOUT_S: Final = 30.0
 """Of one turn: a copy of 44 MB takes a millisecond, a plan less than a second."""
 
@@ -148,7 +150,11 @@ def open_expert_moves(
         planner,
         rank=group.rank,
         num_ranks=group.size,
-        options=RebalanceOptions(interval_steps=interval, turn_timeout_s=TURN_TIMEOUT_S),
+        options=RebalanceOptions(
+            interval_steps=interval,
+            lag_steps=min(LAG_STEPS, interval),
+            turn_timeout_s=TURN_TIMEOUT_S,
+        ),
     )
     return ExpertMoves(
         rebalancer=rebalancer,

@@ -178,6 +178,17 @@ def _add_decode(parser: argparse.ArgumentParser) -> None:
         help='of drafts that come to their turn, a share; or "model": what the layer guesses',
     )
     parser.add_argument(
+        "--drawn-inputs",
+        action="store_true",
+        help="requests go on with drawn tokens, whatever they said; needs decode.overlap_steps=off",
+    )
+    parser.add_argument(
+        "--step-log", default="", metavar="OUT", help="write what every step said and took there"
+    )
+    parser.add_argument(
+        "--same-text-as", default="", metavar="FILE", help="compare tokens with such a file"
+    )
+    parser.add_argument(
         "--grammar", action="store_true", help="bind every request by a JSON schema of its own"
     )
 
@@ -218,6 +229,12 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--profile", type=_switch, default=True, help="also time the stages of a step: on, off"
+    )
+    parser.add_argument(
+        "--record-load",
+        default="",
+        metavar="OUT",
+        help="write what experts got there, as tandem experts record does",
     )
     parser.add_argument(
         "--expert-load",
@@ -297,6 +314,9 @@ def _decode_options(arguments: argparse.Namespace) -> DecodeOptions:
         grammar=arguments.grammar,
         drafts=arguments.drafts,
         accept=arguments.accept,
+        drawn_inputs=arguments.drawn_inputs,
+        step_log=arguments.step_log,
+        same_text_as=arguments.same_text_as,
     )
 
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from bench.engine.drafted import DraftedRunner, DraftedSource
 from bench.engine.figures import decode_rates, describe_layers
 from bench.engine.method import Run, describe_idle, describe_run, run_steps
+from bench.engine.moved import kinds_of, look_back
+from bench.engine.moving import WatchedExperts, watch_experts
 from bench.engine.options import BLOCK_SIZE, DecodeOptions
 from bench.engine.profiling import profile_batch
 from bench.engine.rank_model import RankModel, RankModels, device_name
@@ -25,6 +28,13 @@ from bench.engine.requests import RunningRequests, SamplingChoice, draw_contexts
 from bench.engine.schemas import SchemaOutputs
 from bench.engine.session import Session, close_session, open_session
 from bench.engine.stages import BatchProfile
+from bench.engine.step_log import (
+    SaidTokens,
+    compare_tokens,
+    describe_tokens,
+    open_tokens,
+    save_log,
+)
 from bench.engine.steps import StepRunner
 from engine.batch import build_forward_batch
 from engine.boot.open_budget import open_budget
@@ -44,7 +54,8 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     """Measure on one rank; the report on rank 0, None on the others."""
     setup, section = options.setup, options.section
     rank = models.get(options)
-    requests = invent_requests(options, rank)
+    said = open_tokens(options)
+    requests = invent_requests(options, rank, said)
     sizes = step_sizes(options.requests, section.max_num_seqs)
     each, choices = options.rows_each, engine_options(section).draft_choices
     numbers = {(size, count) for size in sizes for count in choices.of(size)}
@@ -59,8 +70,18 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
         num_rows=None if choices.are_open else len(requests) * each,
     )
     bench = _DecodeBench(session, options, requests)
+    watched = watch_experts(session, options, "decode")
     say("ready", rank=rank.place.rank)
-    run = run_steps(session, setup, section, bench.source, bench.runner, rider=bench.budget)
+    run = run_steps(
+        session,
+        setup,
+        section,
+        bench.source,
+        bench.runner,
+        rider=bench.budget,
+        experts=watched,
+    )
+    seen = _look_back(session, options, run, watched=watched, said=said)
     mean_context = run.measurement.mean_context if run.measurement else 0.0
     contexts = session.gather([mean_context, len(requests), requests.tokens_each])
     model_s = bench.time_model()
@@ -72,6 +93,7 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
         session, options, run, requests, contexts=contexts, model_s=model_s, profile=profile
     )
     if report is not None:
+        report |= seen
         report["steps_by_drafts"] = dict(sorted(bench.source.num_steps.items())) or None
     bench.close()
     requests.close()
@@ -79,7 +101,34 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     return report
 
 
-def invent_requests(options: DecodeOptions, rank: RankModel) -> RunningRequests:
+def _look_back(
+    session: Session,
+    options: DecodeOptions,
+    run: Run,
+    *,
+    watched: WatchedExperts | None,
+    said: SaidTokens | None,
+) -> Report:
+    """What a report says of experts, of slow steps and of text; all ranks call."""
+    seen = look_back(session, options.setup, run, watched, role="decode")
+    if said is None:
+        return seen
+    tokens = said.gather(session)
+    if not session.is_first:
+        return seen
+    text = describe_tokens(tokens)
+    if said.others is not None:
+        text["compared"] = compare_tokens(tokens, said.others)
+    if options.step_log:
+        steps = run.of_rank_0
+        kinds = kinds_of(watched, steps) if watched is not None else ()
+        save_log(Path(options.step_log), tokens, step_s=steps.step_s, kinds=kinds)
+    return {**seen, "text": text}
+
+
+def invent_requests(
+    options: DecodeOptions, rank: RankModel, said: SaidTokens | None = None
+) -> RunningRequests:
     """The requests of a rank, drawn from the seed and its number.
 
     Raises:
@@ -110,6 +159,8 @@ def invent_requests(options: DecodeOptions, rank: RankModel) -> RunningRequests:
         generator=generator,
         schemas=schemas,
         rows_each=options.rows_each,
+        drawn_inputs=options.drawn_inputs,
+        hear=None if said is None else said.add,
     )
 
 

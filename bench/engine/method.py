@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from bench.engine.clocks import read_clocks
 from bench.engine.left_out import left_out
 from bench.engine.machine import describe_command, describe_machine, device_uuids
+from bench.engine.moving import WatchedExperts
 from bench.engine.options import EFFECTIVE, Setup
 from bench.engine.rank_model import Section, device_name
 from bench.engine.report import Quantiles, Report
@@ -59,6 +60,7 @@ def run_steps(
     announce: Callable[[Sequence[ScheduledRequest]], None] = lambda scheduled: None,
     dismiss: Callable[[], None] = lambda: None,
     rider: Rider | None = None,
+    experts: WatchedExperts | None = None,
 ) -> Run:
     """Run the loop of a rank that schedules, until there is enough on all ranks.
 
@@ -71,8 +73,13 @@ def run_steps(
         announce: tells followers what comes.
         dismiss: lets them go.
         rider: of the message before a step.
+        experts: whose moves are waited for; None where nobody looks at them.
     """
-    times = StepTimes(warm_up_s=setup.warm_up_s, seconds=setup.seconds)
+    times = StepTimes(
+        warm_up_s=setup.warm_up_s,
+        seconds=setup.seconds,
+        is_over=(lambda: True) if experts is None else (lambda: experts.is_done),
+    )
     driver = BenchSteps(
         source,
         runner,
@@ -94,6 +101,7 @@ def run_steps(
             num_ranks=place.world_size,
             device=session.device,
             max_ahead=max_ahead,
+            experts=experts,
         ),
         look=(lambda: read_clocks(uuids)) if session.is_first else dict,
     )

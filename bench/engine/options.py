@@ -102,6 +102,7 @@ class Setup:
         profile: whether the stages of one step are measured too.
         expert_load: whether gates count tokens by expert, as a worker's always do.
         seed: of all that is drawn.
+        record_load: a file for what experts got, pass by pass, before any moved; empty: none.
         settings: fields of the role's section, "SECTION.FIELD=VALUE" each.
         timeout_s: for the ranks to meet, and for each collective.
     """
@@ -121,6 +122,7 @@ class Setup:
     warm_up_s: float = 5.0
     profile: bool = True
     expert_load: bool = True
+    record_load: str = ""
     seed: int = 0
     settings: tuple[str, ...] = ()
     timeout_s: float = 120.0
@@ -212,6 +214,9 @@ class PrefillOptions:
             problem = f"is no multiple of --prompt-len {self.prompt_len}"
             raise ConfigError("batch-tokens", self.batch_tokens, problem, f"{fitting}")
         section = self.section
+        if section.rebalance_experts == "on" and self.setup.dp == 1:
+            problem = "ranks that vote before a step have their own tokens here"
+            raise ConfigError("prefill.rebalance_experts", "on", problem, "--dp above 1")
         if self.setup.shard_of and self.setup.tp > 1 and not section.expert_parallel:
             problem = "the ranks of a proxy share the experts"
             raise ConfigError("prefill.expert_parallel", False, problem, "leave it out")
@@ -256,6 +261,10 @@ class DecodeOptions:
         drafts: that a step verifies for each request; "auto" for as many as pay, before each step.
         accept: of drafts, the share that is right, each behind a right one; None for what the
             invented layer guesses, which is nothing.
+        drawn_inputs: whether a request goes on with a drawn token, whatever it said: then a token
+            that differs between two runs changes nothing about those that follow.
+        step_log: a file for what every step said and took; empty: none.
+        same_text_as: such a file of an earlier run, whose tokens are compared; empty: none.
     """
 
     setup: Setup
@@ -265,6 +274,9 @@ class DecodeOptions:
     grammar: bool = False
     drafts: int | str = 0
     accept: float | None = None
+    drawn_inputs: bool = False
+    step_log: str = ""
+    same_text_as: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.
@@ -289,11 +301,22 @@ class DecodeOptions:
         if self.accept is not None and not (self.drafts and 0 <= self.accept <= 1):
             problem = "is a share of drafts" if self.drafts else "there are no drafts"
             raise ConfigError("accept", self.accept, problem, "0 to 1, with --drafts")
+        self._check_tokens()
         section = self.section
         if section.max_num_seqs < max(self.requests):
             problem = f"a rank has {max(self.requests)} requests"
             raise ConfigError(
                 "decode.max_num_seqs", section.max_num_seqs, problem, f"{max(self.requests)}"
+            )
+
+    def _check_tokens(self) -> None:
+        if self.drafts and (self.drawn_inputs or self.step_log or self.same_text_as):
+            problem = "the tokens of a step are compared, and drafts make it more than one"
+            raise ConfigError("drafts", self.drafts, problem, "0")
+        if self.drawn_inputs and self.section.max_ahead:
+            problem = "with --drawn-inputs a step waits for the token that it is given"
+            raise ConfigError(
+                "decode.overlap_steps", "on", problem, "--set decode.overlap_steps=off"
             )
 
     @property

@@ -16,6 +16,8 @@ import torch
 
 from bench.engine.figures import prefill_rates
 from bench.engine.method import Run, describe_idle, describe_run, run_steps
+from bench.engine.moved import look_back
+from bench.engine.moving import WatchedExperts, watch_experts
 from bench.engine.options import BLOCK_SIZE, PrefillOptions
 from bench.engine.profiling import profile_batch
 from bench.engine.rank_model import RankModel, RankModels, device_name
@@ -69,8 +71,10 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
         num_rows=rows_without_padding(options, sizes),
     )
     plain, (session, forget_graphs) = session, _capture(session, options, sizes)
+    watched = watch_experts(session, options, "prefill")
     say("ready", rank=rank.place.rank)
-    run = _run(session, options, batches)
+    run = _run(session, options, batches, watched)
+    seen = {} if run is None else look_back(session, setup, run, watched, role="prefill")
     alone = _Alone(session, invent_batches(options, rank, what="alone"))
     ttft = alone.times() if options.ttft else []
     # What a replayed graph runs has no names.
@@ -80,6 +84,7 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
     if run is not None:
         report = {
             **_report(session, options, run, ttft, profile),
+            **seen,
             "captured_num_tokens": list(sizes),
         }
     forget_graphs()
@@ -144,7 +149,12 @@ def invent_batches(
     )
 
 
-def _run(session: Session, options: PrefillOptions, batches: PromptBatches) -> Run | None:
+def _run(
+    session: Session,
+    options: PrefillOptions,
+    batches: PromptBatches,
+    watched: WatchedExperts | None,
+) -> Run | None:
     """Run the loop; None on a rank that follows."""
     group = session.rank.groups.tp_group
     shape = plan_shape_of(options.cluster, session.rank.max_model_len)
@@ -154,7 +164,7 @@ def _run(session: Session, options: PrefillOptions, batches: PromptBatches) -> R
         return None
     runner = _PrefillRunner(session.runner)
     if group.size == 1:
-        return run_steps(session, options.setup, options.section, batches, runner)
+        return run_steps(session, options.setup, options.section, batches, runner, experts=watched)
     link = LeaderLink(group, shape, session.epoch)
 
     def announce(scheduled: Sequence[ScheduledRequest]) -> None:

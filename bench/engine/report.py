@@ -32,6 +32,29 @@ class Quantiles:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tail:
+    """Of repeated times, in milliseconds: how slow the slowest are."""
+
+    p50: float
+    p99: float
+    p99_9: float
+    max: float
+    count: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Tail:
+        """Those of at least one time; between two of them, by their distance."""
+        ordered = sorted(seconds)
+        return cls(
+            p50=quantile(ordered, 0.5) * 1e3,
+            p99=quantile(ordered, 0.99) * 1e3,
+            p99_9=quantile(ordered, 0.999) * 1e3,
+            max=ordered[-1] * 1e3,
+            count=len(ordered),
+        )
+
+
 def say(text: str, *, rank: int = 0) -> None:
     """Progress, on stderr, of rank 0 alone."""
     if rank == 0:

@@ -8,7 +8,7 @@ cheaper: a GPU takes less power for them, and a router sends them to the same ex
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,6 +110,8 @@ class RunningRequests:
         generator: random.Random,
         schemas: SchemaOutputs | None = None,
         rows_each: int = 1,
+        drawn_inputs: bool = False,
+        hear: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         """Make one place for each of ``contexts``.
 
@@ -121,7 +123,10 @@ class RunningRequests:
             generator: of all that is drawn.
             schemas: bind the requests of every place.
             rows_each: tokens that a step may give a request.
+            drawn_inputs: a request goes on with a drawn token, whatever it said.
+            hear: is told what a step said, in the order of the requests.
         """
+        self._drawn_inputs, self._hear = drawn_inputs, hear
         self._output_len, self._sampling, self._random = output_len, sampling, generator
         self._schemas = schemas
         self._num_steps = self._num_bound = self._num_ended = self._num_failed = 0
@@ -186,15 +191,21 @@ class RunningRequests:
 
     def take(self, results: Iterable[StepResult]) -> None:
         """Give a step's tokens to its requests, in the order of the steps."""
+        said: list[int] = []
         for result in results:
             request = result.request
             # Invented weights may give no usable logits; the step was the same work.
             tokens = [token.token_id for token in result.tokens] or [0]
+            said += tokens
+            if self._drawn_inputs:
+                tokens = self._tokens.draw(1)
             request.num_launched_tokens -= 1
             request.num_computed_tokens += len(tokens)
             request.output_token_ids += tokens
             self._num_given += len(tokens)
             self._num_taken += 1
+        if self._hear is not None:
+            self._hear(said)
 
     @staticmethod
     def _num_run(place: _Place) -> int:

@@ -19,6 +19,8 @@ import torch
 from bench.engine.report import Report
 from bench.engine.timing import StepClock, StepTimes
 from engine.boot.rank import use_device
+from engine.experts.votes import ExpertTurns, StandingExperts
+from engine.operations import do_nothing
 from engine.parallel.lockstep import Lockstep
 from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest
@@ -62,6 +64,18 @@ class StepRunner(Protocol):
 
     def run_dummy(self, group_mean: int) -> None:
         """Join the other ranks' step."""
+        ...
+
+
+class LoopExperts(ExpertTurns, Protocol):
+    """What a loop does about experts between its steps; `bench.engine.moving.WatchedExperts`."""
+
+    def attach(self, post: Callable[[Callable[[], None]], None]) -> None:
+        """Begin; `post` has the loop's thread do something between two steps."""
+        ...
+
+    def passed(self) -> None:
+        """The group has launched a step."""
         ...
 
 
@@ -180,12 +194,14 @@ class LoopPlace:
         num_ranks: that meet before a step.
         device: of the rank.
         max_ahead: steps that may run while another is launched.
+        experts: who looks at them, and moves them; None for nobody.
     """
 
     rank: int
     num_ranks: int
     device: torch.device
     max_ahead: int
+    experts: LoopExperts | None = None
 
 
 def measure_steps(
@@ -211,6 +227,7 @@ def measure_steps(
     Raises:
         TandemError: a step failed, or another rank was lost.
     """
+    experts = place.experts
     loop = StepLoop[StepWork](
         driver,
         lockstep,
@@ -219,8 +236,12 @@ def measure_steps(
             step="measured",
             max_ahead=place.max_ahead,
             enter_thread=partial(use_device, place.device),
+            launched=do_nothing if experts is None else experts.passed,
+            experts=StandingExperts() if experts is None else experts,
         ),
     )
+    if experts is not None:
+        experts.attach(loop.post)
     loop.start()
     seen = []
     for moment in (times.began, times.enough) if driver.has_requests else ():

@@ -20,6 +20,8 @@ MIN_WARM_UPS = 3
 """Steps before the measured ones, at least."""
 MIN_STEPS = 2
 """Measured steps, at least."""
+MOST_TIMES = 12
+"""As long as was asked, at most, where something is waited for."""
 
 
 class Span(Protocol):
@@ -65,6 +67,7 @@ class Measurement:
     """Steps that followed each other.
 
     Attributes:
+        first_step: its number, among all that ended, from 0.
         seconds: from the end of the step before the first of them to the end of the last.
         step_s: seconds of each, from the end of the one before to its own.
         idle_s: that the device idled right before each, where that is known.
@@ -72,6 +75,7 @@ class Measurement:
             where this rank had none.
     """
 
+    first_step: int = 0
     seconds: float
     step_s: tuple[float, ...]
     idle_s: tuple[float, ...]
@@ -93,14 +97,22 @@ class StepTimes:
     One thread adds; `began` and `enough` are for any.
     """
 
-    def __init__(self, *, warm_up_s: float, seconds: float) -> None:
+    def __init__(
+        self,
+        *,
+        warm_up_s: float,
+        seconds: float,
+        is_over: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Gather.
 
         Args:
             warm_up_s: seconds of steps that are not measured, at least.
             seconds: of steps that are.
+            is_over: whether all has come that steps are measured for; asked on the thread that
+                adds, and waited for up to `MOST_TIMES` as long.
         """
-        self._warm_up_s, self._seconds = warm_up_s, seconds
+        self._warm_up_s, self._seconds, self._is_over = warm_up_s, seconds, is_over
         self._first: float | None = None
         self._num_warm_ups = 0
         self._moments: list[float] = []
@@ -135,8 +147,9 @@ class StepTimes:
         self._num_positions += num_positions
         if idle_s is not None:
             self._idle.append(idle_s)
-        is_long = moment - self._moments[0] >= self._seconds
-        if is_long and len(self._moments) > MIN_STEPS:
+        lasted = moment - self._moments[0]
+        is_long = lasted >= self._seconds and len(self._moments) > MIN_STEPS
+        if is_long and (self._is_over() or lasted >= MOST_TIMES * self._seconds):
             self.enough.set()
 
     def result(self) -> Measurement:
@@ -144,6 +157,7 @@ class StepTimes:
         assert self.enough.is_set(), "too few steps were measured"
         distances = tuple(after - before for before, after in pairwise(self._moments))
         return Measurement(
+            first_step=self._num_warm_ups,
             seconds=self._moments[-1] - self._moments[0],
             step_s=distances,
             idle_s=tuple(self._idle),

@@ -61,10 +61,12 @@ class RebalanceOptions:
 
     Attributes:
         interval_steps: of the group between two plans.
+        lag_steps: more than that, until the counts of a window that ends now are on the host.
         turn_timeout_s: seconds that a turn may last before all retreat.
     """
 
     interval_steps: int
+    lag_steps: int = 0
     turn_timeout_s: float = 30.0
 
 
@@ -164,7 +166,8 @@ class Rebalancer:
             self._advance()
         elif self.stage is Stage.RESTING and has_work:
             self._num_steps += 1
-            if self._num_steps >= self._options.interval_steps * self._backoff:
+            options = self._options
+            if self._num_steps >= options.interval_steps * self._backoff + options.lag_steps:
                 self._planner.start()
                 self._enter(Stage.PLANNING)
 
