@@ -30,9 +30,10 @@ from worker.expert_moves import ExpertMoves, open_expert_moves
 MOST_PASSES: Final = 64
 """Of a stretch; half of the interval between two plans, where that is less."""
 
-FLIP, RECORDED = "flip", "recorded"
-"""What a step is called in which maps and slots changed, and one behind which counts were read.
-Others are called by `engine.experts.rebalancer.Stage`."""
+FLIP, RECORDED, BEFORE, AFTER = "flip", "recorded", "before", "after"
+"""What a step is called in which maps and slots changed; one behind which counts were read; those
+at rest before the first plan and behind its last round. Others have the name of their
+`engine.experts.rebalancer.Stage`."""
 
 Table = npt.NDArray[np.int64]
 
@@ -41,6 +42,7 @@ class _Phase(Enum):
     BEFORE = "before"
     MOVING = "moving"
     AFTER = "after"
+    REST = "rest"
     DONE = "done"
 
 
@@ -98,6 +100,7 @@ class WatchedExperts:
         self._feed = ExpertLoadFeed(experts, lambda work: self._post(work))
         self.moving = open_moves(self._feed)
         self._num_passes = max(min(MOST_PASSES, interval_steps // 2), 1)
+        self._interval_steps = interval_steps
         self.before = Stretch(self._table(), 0, self._num_passes)
         self.after: Stretch | None = None
         self._turns: ExpertTurns = StandingExperts()
@@ -154,26 +157,34 @@ class WatchedExperts:
             self.moving.close()
 
     def _resting(self) -> str:
-        is_read = self._phase in (_Phase.BEFORE, _Phase.AFTER)
-        return RECORDED if is_read else Stage.RESTING.value
+        if self._phase in (_Phase.BEFORE, _Phase.AFTER):
+            return RECORDED
+        return BEFORE if self._phase is _Phase.MOVING else AFTER
 
     def _carry_on(self) -> None:
         mover = self.rebalancer
+        self._num_resting = self._num_resting + 1 if self._is_settled() else 0
         if self._phase is _Phase.BEFORE and self.before.is_whole:
             self._end(_Phase.MOVING)
-        elif self._phase is _Phase.MOVING and mover is not None:
-            is_planned = mover.counts.num_rounds > 0 or mover.counts.num_plans > 1
-            is_over = mover.stage is Stage.STOPPED
-            is_over = is_over or (is_planned and mover.stage is Stage.RESTING)
-            # The last flip is due when resting begins, and is made before the next step.
-            self._num_resting = self._num_resting + 1 if is_over else 0
-            if self._num_resting > 1:
-                first = self._feed.windows.num_passes
-                self.after = Stretch(self._table(), first, self._num_passes)
-                self._phase = _Phase.AFTER
-                self._follow(self.after)
+        # The last flip is due when resting begins, and is made before the next step.
+        elif self._phase is _Phase.MOVING and mover is not None and self._num_resting > 1:
+            first = self._feed.windows.num_passes
+            self.after = Stretch(self._table(), first, self._num_passes)
+            self._phase = _Phase.AFTER
+            self._follow(self.after)
         elif self._phase is _Phase.AFTER and self.after is not None and self.after.is_whole:
-            self._end(_Phase.DONE)
+            self._end(_Phase.REST)
+        # As many steps at rest as there were before the first plan.
+        elif self._phase is _Phase.REST and not 0 < self._num_resting < self._interval_steps:
+            self._phase = _Phase.DONE
+
+    def _is_settled(self) -> bool:
+        """Whether nothing moves any more of what was planned first."""
+        mover = self.rebalancer
+        if mover is None:
+            return True
+        is_planned = mover.counts.num_rounds > 0 or mover.counts.num_plans > 1
+        return mover.stage is Stage.STOPPED or (is_planned and mover.stage is Stage.RESTING)
 
     def _follow(self, stretch: Stretch) -> None:
         self._key = self._feed.windows.follow(1, stretch.take)

@@ -119,7 +119,8 @@ OF_PREFILL = {"short-suffix-four-gpus"}
 def test_the_tables_that_ship_can_be_read(path: Path) -> None:
     found = read_rows(path, [], parse_row)
     assert len(found) >= 4
-    assert all(row.setup.seconds >= 30.0 for row in found), "what a record needs"
+    if not path.stem.startswith("experts"):  # there a few seconds suffice until a plan is over
+        assert all(row.setup.seconds >= 30.0 for row in found), "what a record needs"
     kinds = {type(row.options) for row in found}
     assert kinds == (
         {PrefillOptions} if path.stem in OF_PREFILL else {DecodeOptions, PrefillOptions}
@@ -128,4 +129,5 @@ def test_the_tables_that_ship_can_be_read(path: Path) -> None:
 
 def test_there_are_tables() -> None:
     found = {path.stem for path in ROWS.glob("*.txt")}
-    assert found == {"one-gpu", "two-gpus", "four-gpus", "eight-gpus"} | OF_PREFILL
+    general = {"one-gpu", "two-gpus", "four-gpus", "eight-gpus"}
+    assert found == general | OF_PREFILL | {"experts-four-gpus", "experts-eight-gpus"}

@@ -1,4 +1,4 @@
-"""A synthetic skew is what it says: likelier experts, by layer, and what runs is what is counted."""
+"""A synthetic skew has likelier experts, other ones in each layer; what runs is what is counted."""
 
 import pytest
 import torch
