@@ -257,6 +257,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-p", type=float, default=1.0, help="of all requests")
     parser.add_argument("--seconds", type=float, default=30.0, help="measured, at least")
+    parser.add_argument("--min-steps", type=int, default=0, help="measured, at least")
     parser.add_argument("--warm-up", type=float, default=5.0, help="seconds before, at least")
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
 

@@ -118,7 +118,8 @@ def _look_back(
         return seen
     text = describe_tokens(tokens)
     if said.others is not None:
-        text["compared"] = compare_tokens(tokens, said.others)
+        first_flip = None if watched is None else watched.first_flip
+        text["compared"] = compare_tokens(tokens, said.others, first_flip=first_flip)
     if options.step_log:
         steps = run.of_rank_0
         kinds = kinds_of(watched, steps) if watched is not None else ()

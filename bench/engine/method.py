@@ -78,6 +78,7 @@ def run_steps(
     times = StepTimes(
         warm_up_s=setup.warm_up_s,
         seconds=setup.seconds,
+        min_steps=setup.min_steps,
         is_over=(lambda: True) if experts is None else (lambda: experts.is_done),
     )
     driver = BenchSteps(

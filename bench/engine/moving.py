@@ -115,6 +115,11 @@ class WatchedExperts:
         return None if self.moving is None else self.moving.rebalancer
 
     @property
+    def first_flip(self) -> int | None:
+        """The first step of the loop that ran in another placement; None if none did."""
+        return self.kinds.index(FLIP) if FLIP in self.kinds else None
+
+    @property
     def is_done(self) -> bool:
         """Whether there is nothing to wait for: all that was planned first is carried out."""
         return self._phase is _Phase.DONE or (

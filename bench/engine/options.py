@@ -98,6 +98,7 @@ class Setup:
         temperature: of all requests; 0 is greedy.
         top_p: of all requests.
         seconds: of measured steps, at least.
+        min_steps: measured, at least, however long they take.
         warm_up_s: of steps before them, at least.
         profile: whether the stages of one step are measured too.
         expert_load: whether gates count tokens by expert, as a worker's always do.
@@ -119,6 +120,7 @@ class Setup:
     temperature: float = 1.0
     top_p: float = 1.0
     seconds: float = 30.0
+    min_steps: int = 0
     warm_up_s: float = 5.0
     profile: bool = True
     expert_load: bool = True

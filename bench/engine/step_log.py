@@ -108,14 +108,23 @@ def describe_tokens(tokens_SRB: Tokens) -> Report:
     }
 
 
-def compare_tokens(tokens_SRB: Tokens, others_SRB: Tokens) -> Report:
-    """How many tokens differ, of how many requests' places, and since which step."""
+def compare_tokens(
+    tokens_SRB: Tokens, others_SRB: Tokens, *, first_flip: int | None = None
+) -> Report:
+    """How many tokens differ, of how many requests' places, and since which step.
+
+    Args:
+        tokens_SRB: of this run, from the first step on.
+        others_SRB: of another.
+        first_flip: the step from which on experts stood elsewhere; None if none did.
+    """
     steps = min(len(tokens_SRB), len(others_SRB))
     one, other = tokens_SRB[:steps], others_SRB[:steps]
     differs, is_said = one != other, one != NOBODY
     at = np.flatnonzero(differs.any(axis=(1, 2)))
     return {
         "steps": steps,
+        "steps_since_first_flip": 0 if first_flip is None else max(steps - first_flip, 0),
         "tokens": int(is_said.sum()),
         "differing_tokens": int(differs.sum()),
         "requests": int(is_said[0].sum()) if steps else 0,

@@ -102,6 +102,7 @@ class StepTimes:
         *,
         warm_up_s: float,
         seconds: float,
+        min_steps: int = MIN_STEPS,
         is_over: Callable[[], bool] = lambda: True,
     ) -> None:
         """Gather.
@@ -109,10 +110,12 @@ class StepTimes:
         Args:
             warm_up_s: seconds of steps that are not measured, at least.
             seconds: of steps that are.
+            min_steps: of these, at least.
             is_over: whether all has come that steps are measured for; asked on the thread that
                 adds, and waited for up to `MOST_TIMES` as long.
         """
         self._warm_up_s, self._seconds, self._is_over = warm_up_s, seconds, is_over
+        self._min_steps = max(min_steps, MIN_STEPS)
         self._first: float | None = None
         self._num_warm_ups = 0
         self._moments: list[float] = []
@@ -148,7 +151,7 @@ class StepTimes:
         if idle_s is not None:
             self._idle.append(idle_s)
         lasted = moment - self._moments[0]
-        is_long = lasted >= self._seconds and len(self._moments) > MIN_STEPS
+        is_long = lasted >= self._seconds and len(self._moments) > self._min_steps
         if is_long and (self._is_over() or lasted >= MOST_TIMES * self._seconds):
             self.enough.set()
 

@@ -88,7 +88,7 @@ def test_text_is_that_of_experts_that_stand(tmp_path: Path) -> None:
     every = "--set decode.rebalance_interval_steps=10"
     standing, moving = rows(
         tmp_path,
-        f"{DECODE} {every} --seconds 4 --step-log {log}",
+        f"{DECODE} {every} --seconds 0.1 --min-steps 60 --step-log {log}",
         f"{DECODE} {every} {on} {how} --seconds 4 --same-text-as {log}",
     )
     assert standing["experts"]["moves"] is None
@@ -102,6 +102,7 @@ def test_text_is_that_of_experts_that_stand(tmp_path: Path) -> None:
     assert moving["step_tail_ms"]["flip"]["count"] > 0
     assert text["distinct"] > text["tokens"] / 20
     assert text["compared"]["differing_tokens"] == 0
+    assert text["compared"]["steps_since_first_flip"] > 10
     assert text["compared"]["tokens"] == 6 * text["compared"]["steps"] > 0
 
 

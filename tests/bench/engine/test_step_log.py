@@ -26,9 +26,10 @@ def tokens(num_steps: int) -> Tokens:
 
 
 def test_as_many_steps_are_compared_as_both_have() -> None:
-    told = compare_tokens(tokens(40), tokens(70))
+    told = compare_tokens(tokens(40), tokens(70), first_flip=31)
     assert told == {
         "steps": 40,
+        "steps_since_first_flip": 9,
         "tokens": 200,
         "differing_tokens": 0,
         "requests": 5,

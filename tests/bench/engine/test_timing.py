@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.engine.report import Quantiles
-from bench.engine.timing import MIN_STEPS, MIN_WARM_UPS, StepClock, StepTimes
+from bench.engine.timing import MIN_STEPS, MIN_WARM_UPS, MOST_TIMES, StepClock, StepTimes
 
 DISTANCES = st.lists(st.floats(1e-4, 10.0), min_size=MIN_WARM_UPS + MIN_STEPS + 1, max_size=60)
 
@@ -42,6 +42,26 @@ def test_what_is_measured_are_whole_steps(distances: list[float]) -> None:
     assert found.per_s(7.0) * found.seconds == pytest.approx(7.0 * found.num_steps)
     assert found.mean_context == 15.0
     assert len(found.idle_s) == found.num_steps
+
+
+def test_as_many_steps_are_measured_and_as_much_awaited_as_was_asked() -> None:
+    over = False
+    times = StepTimes(warm_up_s=0.0, seconds=1.0, min_steps=5, is_over=lambda: over)
+    for second in range(MIN_WARM_UPS + 6):
+        times.add(float(second))
+        assert not times.enough.is_set()
+    over = True
+    times.add(9.0)
+    assert times.enough.is_set()
+    found = times.result()
+    assert (found.first_step, found.num_steps) == (MIN_WARM_UPS, 7)
+
+
+def test_what_never_comes_is_not_awaited_for_ever() -> None:
+    times = StepTimes(warm_up_s=0.0, seconds=1.0, is_over=lambda: False)
+    for second in range(MIN_WARM_UPS + MOST_TIMES + 1):
+        times.add(float(second))
+    assert times.enough.is_set()
 
 
 @given(DISTANCES, st.floats(0.0, 20.0), st.floats(0.01, 20.0))
