@@ -94,6 +94,8 @@ class ExpertPlacement:
         """
         if self._needs_no_maps:
             return topk_ids_TK
+        if self._slots.shape[1] == 1:  # no expert can have two: one kernel instead of four
+            return self._slots[topk_ids_TK, 0]
         tokens_T1 = torch.arange(topk_ids_TK.shape[0], device=topk_ids_TK.device).unsqueeze(1)
         replica_TK = tokens_T1 % self._num_slots[topk_ids_TK]
         return self._slots[topk_ids_TK, replica_TK]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.placement import ExpertPlacement
+from engine.experts.placement import ExpertPlacement, placement_map
 
 SLOTS = st.lists(st.integers(0, 5), max_size=10).flatmap(
     lambda extra: st.permutations([*range(6), *extra])
@@ -44,6 +44,18 @@ def test_identity() -> None:
     assert placement.is_identity
     assert placement.to_physical(ids) is ids
     assert not ExpertPlacement.from_physical([1, 0], 2).is_identity
+
+
+@given(slots=st.permutations(range(6)))
+def test_where_experts_move_but_have_no_copies(slots: list[int]) -> None:
+    maps = placement_map(slots, 6, 1)
+    placement = ExpertPlacement(slots, maps, can_change=True)
+    ids = torch.tensor([[5, 0], [-1, -1], [3, -1]])
+    physical = placement.to_physical(ids)
+    assert physical.lt(0).equal(ids < 0)
+    assert torch.tensor(slots)[physical[ids >= 0]].equal(ids[ids >= 0])
+    maps.copy_(placement_map(range(6), 6, 1))
+    assert placement.to_physical(ids).equal(ids), "the map is read anew at every step"
 
 
 @pytest.mark.parametrize(("slots", "message"), [([0, 2], "expert 2"), ([0, 0], r"\[1\]")])
