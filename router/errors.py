@@ -32,6 +32,13 @@ class RequestError(InvalidRequestError):
         self.status = int(status)
 
 
+class RecordingError(RequestError):
+    """What experts get cannot be recorded now (409)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="cannot_record", status=HTTPStatus.CONFLICT)
+
+
 class AuthenticationError(RequestError):
     """The request has no API key, or one that is nobody's (401)."""
 

@@ -25,8 +25,8 @@ from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
-    from deploy.expert_recording import Recorded, Wanted
     from engine.experts.trace import ExpertTrace
+    from router.pool.expert_recording import Recorded, Wanted
 
 SECONDS = 60.0
 """Of a recording, at most, if nobody says otherwise."""
@@ -108,7 +108,7 @@ def add_live_arguments(show: argparse.ArgumentParser) -> None:
 
 def run_record(arguments: argparse.Namespace) -> int:
     """Record, and say what there is."""
-    from deploy.expert_recording import Wanted, passes_of_a_window
+    from router.pool.expert_recording import Wanted, passes_of_a_window
 
     out: Path = arguments.out
     if not out.parent.is_dir():
@@ -149,7 +149,7 @@ def describe_sums(trace: ExpertTrace) -> dict[str, Any]:
 
 def record_live(arguments: argparse.Namespace) -> ExpertTrace:
     """What running workers do just now, pass by pass."""
-    from deploy.expert_recording import Wanted
+    from router.pool.expert_recording import Wanted
 
     wanted = Wanted(num_windows=LIVE_PASSES, seconds=arguments.seconds)
     return record_cluster(arguments, wanted)

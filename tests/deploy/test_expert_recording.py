@@ -10,17 +10,11 @@ import numpy as np
 import pytest
 
 from deploy.errors import ClusterError, WrongArgumentError
-from deploy.expert_recording import (
-    Rank,
-    Recorded,
-    Wanted,
-    instances_to_record,
-    passes_of_a_window,
-    record,
-)
+from deploy.expert_recording import instances_to_record, record
 from deploy.plan import Role
 from deploy.pool_watch import PoolMember
 from engine.experts.trace import ExpertTrace
+from router.pool.expert_recording import Rank, Recorded, Wanted, passes_of_a_window
 from tests.engine.tiny import TINY
 from tests.worker.counted_rank import CREDENTIALS, EXPERTS, listening, make_experts
 from tests.worker.counted_rank import Rank as CountedRank

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from deploy.errors import ClusterError, WrongArgumentError
-from deploy.expert_recording import Recorded, Wanted, instances_to_record, record
+from deploy.expert_recording import instances_to_record, record
 from deploy.plan import Role
 from deploy.pool_watch import PoolMembers, fetch_members
 from engine.boot.build import build_model
 from engine.boot.experts import count_experts
 from engine.experts.trace import ExpertTrace
 from engine.generate import generate
+from router.pool.expert_recording import Recorded, Wanted
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from runtime.sampling import SamplingParams
 from tests.engine.tiny import TINY, tiny_config, write_checkpoint
