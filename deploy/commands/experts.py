@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -75,7 +75,7 @@ def _add_trace_arguments(parser: argparse.ArgumentParser, *, is_optional: bool =
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Print how even the trace is."""
-    from engine.experts.summary import summarise
+    from engine.experts.summary import describe_trace, summarise
     from engine.experts.trace import load_trace
 
     trace = load_trace(arguments.trace) if arguments.trace else record_live(arguments)
@@ -99,22 +99,6 @@ def run_show(arguments: argparse.Namespace) -> int:
         table.add_row(*cells)
     Console().print(table, crop=False)
     return 0
-
-
-def describe_trace(trace: ExpertTrace) -> dict[str, Any]:
-    """What a trace is of, for programs."""
-    return {
-        "model": trace.model_name,
-        "role": trace.role,
-        "layers": trace.num_layers,
-        "experts": trace.num_experts,
-        "top_k": trace.top_k,
-        "rows": trace.num_rows,
-        "passes_per_row": trace.passes_per_row,
-        "tokens_per_pass": trace.tokens_per_pass,
-        "recorded_ranks": trace.num_ranks,
-        "recorded_hosts": trace.num_hosts,
-    }
 
 
 def print_trace(trace: ExpertTrace) -> None:

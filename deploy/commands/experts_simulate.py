@@ -87,9 +87,10 @@ tandem experts simulate prefill.npz --ranks 8 --redundant 32 --role prefill --ot
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Print what the trace would do on the cluster."""
-    from deploy.commands.experts import describe_trace, print_trace
+    from deploy.commands.experts import print_trace
     from engine.experts.plan import Terms
     from engine.experts.simulation import Cluster, simulate
+    from engine.experts.summary import describe_trace
     from engine.experts.time_model import TimeModel
     from engine.experts.trace import load_trace
 

@@ -108,6 +108,22 @@ def summarise(trace: ExpertTrace, *, num_ranks: int, num_hottest: int) -> TraceS
     )
 
 
+def describe_trace(trace: ExpertTrace) -> dict[str, Any]:
+    """What a trace is of, for programs."""
+    return {
+        "model": trace.model_name,
+        "role": trace.role,
+        "layers": trace.num_layers,
+        "experts": trace.num_experts,
+        "top_k": trace.top_k,
+        "rows": trace.num_rows,
+        "passes_per_row": trace.passes_per_row,
+        "tokens_per_pass": trace.tokens_per_pass,
+        "recorded_ranks": trace.num_ranks,
+        "recorded_hosts": trace.num_hosts,
+    }
+
+
 def check_not_empty(trace: ExpertTrace) -> None:
     """Refuse a trace that nothing can be planned from.
 

@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -114,6 +114,16 @@ class ExpertTrace:
 
     def save(self, path: Path) -> None:
         """Write the trace; a reader sees the whole file or the one before."""
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with unfinished.open("wb") as file:
+                self.write(file)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def write(self, file: IO[bytes]) -> None:
+        """Write the trace to an open file."""
         scalars = {name: getattr(self, name) for name in _SCALARS}
         arrays: dict[str, Any] = {
             "version": np.int64(FORMAT_VERSION),
@@ -123,13 +133,7 @@ class ExpertTrace:
         }
         if self.coactivation_LEE is not None:
             arrays["coactivation"] = self.coactivation_LEE
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with unfinished.open("wb") as file:
-                np.savez_compressed(file, **arrays)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        np.savez_compressed(file, **arrays)
 
 
 _SCALARS: Final = tuple(

@@ -20,6 +20,7 @@ _RIGHTS = {
     "/targets": Right.METRICS,
     "/status": Right.OPERATIONS,
     "/ranks": Right.OPERATIONS,
+    "/experts": Right.OPERATIONS,
     f"{CONSOLE}/data": Right.OPERATIONS,
 }
 

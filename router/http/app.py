@@ -19,6 +19,7 @@ from router.http.cors import CrossOrigin
 from router.http.dialect import OPENAI, Dialect
 from router.http.endpoints import OpenAIEndpoints
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
+from router.http.experts import ExpertRecordings
 from router.http.foreign import ForeignEndpoints
 from router.http.messages.answer import ANTHROPIC
 from router.http.models import ModelEndpoints
@@ -95,6 +96,7 @@ class Operations:
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._started = time.monotonic()
+        self._recordings = ExpertRecordings(serving)
 
     def routes(self) -> list[web.RouteDef]:
         """For the application."""
@@ -105,6 +107,7 @@ class Operations:
             web.get("/status", self.status),
             web.get("/targets", self.targets),
             web.get("/ranks", self.ranks),
+            web.get("/experts", self.experts),
         ]
 
     async def health(self, request: web.Request) -> web.Response:
@@ -182,6 +185,10 @@ class Operations:
         """Who waits for whom, and which ranks and links are slow, for ``tandem ranks``."""
         pictures = [describe(picture) for picture in self._serving.ranks]
         return web.Response(body=orjson.dumps(pictures), content_type="application/json")
+
+    async def experts(self, request: web.Request) -> web.Response:
+        """What experts get, recorded now: how even ranks are, or a trace for ``tandem experts``."""
+        return await self._recordings.answer(request)
 
     def _worker(self, member: Member, pool: PoolView) -> dict[str, object]:
         load = pool.reported_load(member.key)

@@ -78,6 +78,7 @@ class HttpServer:
             metrics=self.metrics,
             recent=self._recent.recent,
             gate=self._gate,
+            credentials=credentials,
             tiers=tiers,
             spans=self._spans,
             sample_ratio=tracing.sample_ratio if self._spans else 0.0,

@@ -15,6 +15,7 @@ from router.metrics import RouterMetrics
 from router.recent import Recent
 from router.text.lanes import Lanes
 from runtime.config import RouterSection
+from runtime.net import Credentials
 from runtime.rank_picture import RankPicture
 from runtime.spans import Spans
 from runtime.tiers import Tiers
@@ -33,6 +34,8 @@ class Serving:
     metrics: RouterMetrics
     recent: Callable[[], Recent]
     gate: Gate
+    credentials: Credentials
+    """Of the cluster, for calls to workers."""
     tiers: Tiers = field(default_factory=Tiers)
     spans: Spans | None = None
     """None: requests are not traced."""

@@ -217,7 +217,9 @@ class _Recording:
         self.models[rank.number] = model
 
     def _take(self, rank: Rank, frame: RecordFrame) -> None:
-        """Put a rank's part of a window to those of the others."""
+        """Put a rank's part of a window to those of the others; more may come than is wanted."""
+        if self._is_enough.is_set():
+            return
         model, window = self.models[rank.number], frame.window
         counts = np.frombuffer(window.counts, dtype="<i8").astype(np.int64)
         parts = self._parts.setdefault(window.first_pass, {})
