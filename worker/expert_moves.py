@@ -93,6 +93,12 @@ class ExpertMoves:
         )
         gauge_of(
             registry,
+            "pd_expert_rebalance_stopped",
+            "1 where experts stay for good, because what was under way could not be fenced off",
+            lambda: float(bool(rebalancer.problem)),
+        )
+        gauge_of(
+            registry,
             "pd_expert_placement_epoch",
             "How many changes the placement in force is the result of; alike on all ranks",
             lambda: rebalancer.epoch,
