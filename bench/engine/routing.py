@@ -86,6 +86,7 @@ class LayerTables(RoutingTables):
             num_rows: see `RoutingTables`.
         """
         super().__init__(draws_SLTK, num_rows=num_rows)
+        self._has_padding = num_rows is not None and num_rows < draws_SLTK.shape[2]
         self._layer_of, self._rows_taken = layer_of, [0] * len(self._current)
 
     def begin_step(self) -> None:
@@ -99,7 +100,7 @@ class LayerTables(RoutingTables):
         layer = self._layer_of[bias_E.data_ptr()]
         table, first = self._current[layer], self._rows_taken[layer]
         assert num_tokens <= len(table), (num_tokens, len(table))
-        if self.knows_padding or first + num_tokens > len(table):
+        if self._has_padding or first + num_tokens > len(table):
             first = 0
         self._rows_taken[layer] = first + num_tokens
         return table[first : first + num_tokens]

@@ -68,8 +68,9 @@ def tables_of_two_layers(num_rows: int | None = None) -> tuple[LayerTables, list
     return LayerTables(drawn.clone(), layer_of, num_rows=num_rows), biases, drawn
 
 
-def test_a_layer_is_known_by_its_gate_whatever_was_called_before() -> None:
-    tables, biases, drawn = tables_of_two_layers()
+@pytest.mark.parametrize("num_rows", [None, 12])
+def test_a_layer_is_known_by_its_gate_whatever_was_called_before(num_rows: int | None) -> None:
+    tables, biases, drawn = tables_of_two_layers(num_rows)
     assert torch.equal(tables.take(5, biases[1]), drawn[0, 1, :5])
     tables.begin_step()
     assert torch.equal(tables.take(6, biases[1]), drawn[1, 1, :6])
