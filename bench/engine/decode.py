@@ -61,8 +61,9 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     bench = _DecodeBench(session, options, requests)
     say("ready", rank=rank.place.rank)
     run = run_steps(session, setup, section, bench.source, bench.runner, rider=bench.budget)
-    mean_context = run.measurement.mean_context if run.measurement else 0.0
-    contexts = session.gather([mean_context, len(requests), requests.tokens_each])
+    found = run.measurement
+    means = (found.mean_context, found.tokens_each) if found else (0.0, 0.0)
+    contexts = session.gather([means[0], len(requests), means[1]])
     model_s = bench.time_model()
     profile = None
     if setup.profile:

@@ -154,6 +154,8 @@ class BenchSteps:
             idle_s=idle_s,
             num_requests=len(plan.scheduled),
             num_positions=sum(item.end for item in plan.scheduled),
+            # Invented weights may give no usable logits; the step was the same work.
+            num_tokens=sum(max(len(result.tokens), 1) for result in results),
         )
         self._source.take(results)
 
