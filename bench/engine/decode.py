@@ -43,7 +43,7 @@ _NUM_REPLAYS = 30
 def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     """Measure on one rank; the report on rank 0, None on the others."""
     setup, section = options.setup, options.section
-    rank = models.get(setup, section)
+    rank = models.get(setup, section, with_mtp=options.with_mtp)
     requests = invent_requests(options, rank)
     sizes = step_sizes(options.requests, section.max_num_seqs)
     each, choices = options.rows_each, engine_options(section).draft_choices
@@ -54,7 +54,7 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
         rank,
         setup,
         num_blocks=requests.num_blocks,
-        kv_dtype=engine_options(section).kv.dtype,
+        options=engine_options(section),
         max_tokens=rows[-1],
         num_rows=None if choices.are_open else len(requests) * each,
     )

@@ -49,7 +49,7 @@ _NUM_TTFT = 9
 def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
     """Measure on one rank; the report on rank 0, None on the others."""
     setup = options.setup
-    rank = models.get(setup, options.section)
+    rank = models.get(setup, options.section, with_mtp=options.with_mtp)
     rank.check_length("prompt-len", options.cached_len + options.prompt_len + 1)
     model = rank.model
     rank.compile_for(
@@ -64,7 +64,7 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
         rank,
         setup,
         num_blocks=batches.num_blocks,
-        kv_dtype=engine_options(options.section).kv.dtype,
+        options=engine_options(options.section),
         max_tokens=max(options.batch_tokens, *sizes, 1),
         num_rows=rows_without_padding(options, sizes),
     )
@@ -194,16 +194,18 @@ def _report(
 ) -> Report:
     steps, tokens = run.of_rank_0, options.batch_tokens * options.setup.dp
     batch_ms = 1e3 * steps.seconds / steps.num_steps
+    notes = ["the layer for drafts runs behind every step"] if options.drafts else []
     return {
         "benchmark": "prefill",
-        **describe_run(session, options.setup, options.section, run),
+        **describe_run(session, options.setup, options.section, run, notes=notes),
         "options": dataclasses.asdict(options),
         "tokens_per_batch": tokens,
         "batch_ms": dataclasses.asdict(Quantiles.of(steps.step_s)),
         "rates": prefill_rates(
             session.rank.measured,
             options,
-            find_sheet(device_name(session.device)),
+            # What the layer must cost is in no bound.
+            None if options.drafts else find_sheet(device_name(session.device)),
             steps.per_s(tokens),
         ),
         "ttft_ms": dataclasses.asdict(Quantiles.of(ttft)) if ttft else None,

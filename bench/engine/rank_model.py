@@ -115,17 +115,22 @@ class RankModels:
         self._key: object = None
         self._kept: RankModel | None = None
 
-    def get(self, setup: Setup, section: Section) -> RankModel:
+    def get(self, setup: Setup, section: Section, *, with_mtp: bool) -> RankModel:
         """The model that a measurement asks for: the one that is there, or a new one.
+
+        Args:
+            setup: which model.
+            section: how its steps run.
+            with_mtp: whether it has its layer for drafts.
 
         Raises:
             ConfigError: a shape that the ranks cannot split, or what does not run here.
             PeerLostError: the other ranks did not come.
         """
-        key = _key_of(setup, section)
+        key = _key_of(setup, section), with_mtp
         if self._kept is None or key != self._key:
             self._let_go()
-            self._kept, self._key = self._open(setup, section), key
+            self._kept, self._key = self._open(setup, section, with_mtp), key
         count_experts(self._kept.model, is_wanted=setup.expert_load)
         # A model serves rows of other routing, which are labelled so.
         return replace(self._kept, measured=choose_model(setup))
@@ -145,7 +150,7 @@ class RankModels:
         device, self._kept = self._kept.device, None
         free_memory(device)
 
-    def _open(self, setup: Setup, section: Section) -> RankModel:
+    def _open(self, setup: Setup, section: Section, with_mtp: bool) -> RankModel:
         start = time.perf_counter()
         measured, options = choose_model(setup), engine_options(section)
         dims = parallel_dims(section, self.place.rank)
@@ -169,7 +174,7 @@ class RankModels:
             routing=TableRouting(timer.kernels),
             device=device,
         )
-        model, opened = _build(options, parts, played_ranks=setup.played_ranks)
+        model, opened = _build(options, parts, played_ranks=setup.played_ranks, with_mtp=with_mtp)
         say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=self.place.rank)
         return RankModel(
             place=self.place,
@@ -214,11 +219,10 @@ class _Parts:
 
 
 def _build(
-    options: EngineOptions, parts: _Parts, *, played_ranks: int
+    options: EngineOptions, parts: _Parts, *, played_ranks: int, with_mtp: bool
 ) -> tuple[DeepseekV3ForCausalLM, OpenExecution]:
     """Open what the options ask for, then build the model, as a worker does."""
     groups, kernels = parts.timer.watch_groups(parts.groups), parts.routing.kernels
-    with_mtp = options.draft_choices.most > 0
     placements = place_experts(options, parts.config, groups.dims, parts.device, with_mtp=with_mtp)
     opened = open_execution(
         options,

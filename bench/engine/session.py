@@ -17,12 +17,13 @@ from bench.engine.routing import (
     num_draws,
 )
 from engine.boot.build import build_kv_pool
+from engine.boot.make_runner import make_runner
 from engine.execution import Execution
 from engine.memory.kv_pool import KVPool
+from engine.options import EngineOptions
 from engine.parallel.groups import agree_on_epoch
 from engine.parallel.lockstep import Lockstep, Rider, SoloLockstep, create_lockstep
 from engine.runner import ModelRunner
-from engine.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ def open_session(
     setup: Setup,
     *,
     num_blocks: int,
-    kv_dtype: torch.dtype | None,
+    options: EngineOptions,
     max_tokens: int,
     num_rows: int | None = None,
 ) -> Session:
@@ -95,7 +96,7 @@ def open_session(
         rank: the model.
         setup: says who chooses experts.
         num_blocks: of the pool, block 0 included; ranks may differ.
-        kv_dtype: of the pool; None for the model's.
+        options: of the engine: the pool's numbers, and what runs behind a step.
         max_tokens: most tokens of a step on this rank, padding included.
         num_rows: of every step, those that are no padding; None where there is none.
     """
@@ -103,10 +104,10 @@ def open_session(
     if rank.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(rank.device)
     rank.routing.tables = make_tables(rank, setup, max_tokens, num_rows)
-    pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=kv_dtype)
+    pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=options.kv.dtype)
     return Session(
         rank=rank,
-        runner=ModelRunner(rank.model, _fill(pool), Sampler(rank.measured.config.vocab_size)),
+        runner=make_runner(rank.model, _fill(pool), options),
         epoch=agree_on_epoch(rank.everyone),
     )
 
