@@ -30,6 +30,7 @@ from engine.batch import build_forward_batch
 from engine.boot.open_budget import open_budget
 from engine.boot.warm_up import products
 from engine.data_sheets import find_sheet
+from engine.draft_choices import AUTO_DRAFTS
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
 from engine.graphs.graph_runner import GraphRunner, capture_steps
@@ -63,7 +64,8 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     run = run_steps(session, setup, section, bench.source, bench.runner, rider=bench.budget)
     found = run.measurement
     means = (found.mean_context, found.tokens_each) if found else (0.0, 0.0)
-    contexts = session.gather([means[0], len(requests), means[1]])
+    by_drafts = [bench.source.num_steps[count] for count in range(AUTO_DRAFTS + 1)]
+    contexts = session.gather([means[0], len(requests), means[1], *by_drafts])
     model_s = bench.time_model()
     profile = None
     if setup.profile:
@@ -72,8 +74,6 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     report = _report(
         session, options, run, requests, contexts=contexts, model_s=model_s, profile=profile
     )
-    if report is not None:
-        report["steps_by_drafts"] = dict(sorted(bench.source.num_steps.items())) or None
     bench.close()
     requests.close()
     close_session(session)
@@ -139,9 +139,10 @@ def _report(
     # What verified rows must cost is another bound.
     sheet = None if options.drafts else find_sheet(device_name(session.device))
     num_requests = sum(options.requests)
-    tokens = sum(count * each for _, count, each in contexts)
-    mean_context = sum(mean * count for mean, count, _ in contexts) / num_requests
+    tokens = sum(count * each for _, count, each, *_ in contexts)
+    mean_context = sum(mean * count for mean, count, *_ in contexts) / num_requests
     step_ms = 1e3 * steps.seconds / steps.num_steps
+    ranks = [_describe_rank(*values) for values in contexts]
     shown = ", ".join(map(str, options.requests))
     notes = [] if options.is_equal else [f"unequal ranks: {shown} requests"]
     if options.grammar:
@@ -156,7 +157,8 @@ def _report(
         "tokens_per_step": tokens,
         "tokens_per_request": tokens / num_requests,
         "mean_context": mean_context,
-        "ranks": [{"requests": int(count), "mean_context": mean} for mean, count, _ in contexts],
+        "ranks": ranks,
+        "steps_by_drafts": ranks[0]["steps_by_drafts"],
         "step_ms": dataclasses.asdict(Quantiles.of(steps.step_s)),
         "grammar": requests.describe_schemas(),
         "rates": decode_rates(
@@ -173,6 +175,12 @@ def _report(
         "profile": dataclasses.asdict(profile) if profile is not None else None,
         "bubbles_ms": None if profile is None else profile.bubbles_ms(step_ms),
     }
+
+
+def _describe_rank(mean: float, count: float, each: float, *by_drafts: float) -> Report:
+    """What was special about a rank; its steps by number of drafts where that was chosen."""
+    steps = {drafts: int(number) for drafts, number in enumerate(by_drafts) if number}
+    return {"requests": int(count), "mean_context": mean, "steps_by_drafts": steps or None}
 
 
 class _DecodeBench:

@@ -31,7 +31,7 @@ class DraftedSource:
         self._launched: deque[DraftedStep] = deque()
         self._taken_at: float | None = None
         self.num_steps: Counter[int] = Counter()
-        """Of this rank, by number of drafts."""
+        """Of the group, those included that this rank only joined, by number of drafts."""
 
     def __len__(self) -> int:
         """Requests of every step."""
@@ -49,9 +49,9 @@ class DraftedSource:
         if self._budget is None:
             return None
         step = self._budget.launch()
+        self.num_steps[step.num_drafts] += 1
         if scheduled:
             self._launched.append(step)
-            self.num_steps[step.num_drafts] += 1
         return step.num_drafts
 
     def take(self, results: Iterable[StepResult]) -> None:

@@ -273,7 +273,9 @@ def _take_device(options: EngineOptions, place: RankPlace) -> torch.device:
 def _key_of(setup: Setup, section: Section) -> object:
     """Measurements with equal keys can use one model: only pools, graphs and loads differ."""
     fields = dataclasses.asdict(section)
-    for name in ("max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs"):
+    for name in (
+        "max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs", "num_speculative_tokens",
+    ):  # fmt: skip
         fields.pop(name, None)
     part = (setup.shape, setup.layers, setup.shard_of, setup.shard_axis, setup.max_model_len)
     return part, type(section), fields
