@@ -135,6 +135,8 @@ class DraftBudget:
             # One without a token failed; behind a step without drafts there were none to verify.
             if result.sampled is not None:
                 self._survival.saw(result.request, result.num_verified, len(result.more))
+        if any(result.max_drafts != step.num_drafts for result in results[:1]):
+            return  # it was not of fixed shape, and its time says nothing of those that are
         self._observed = (step.size, step.num_drafts, max(round(seconds * _MICRO), 1))
 
     def _take_times(self, observed: Sequence[Sequence[int]]) -> None:

@@ -87,17 +87,21 @@ class Group:
             launched = budget.launch()
             if not requests:
                 continue
-            results = [self._result(one, min(self.made, num_drafts)) for one in requests]
+            results = [self._result(one, num_drafts) for one in requests]
             self.num_tokens += sum(len(result.tokens) for result in results)
             late = self.random.uniform(1 - self.noise, 1 + self.noise)
             budget.book(launched, results, seconds * late)
         self.seconds += seconds
         self.made = num_drafts
 
-    def _result(self, request: Request, num_verified: int) -> StepResult:
-        more = (SampledToken(0),) * self._num_right(num_verified)
+    def _result(self, request: Request, num_drafts: int) -> StepResult:
+        num_verified = min(self.made, num_drafts)
         return StepResult(
-            request=request, sampled=SampledToken(0), more=more, num_verified=num_verified
+            request=request,
+            sampled=SampledToken(0),
+            more=(SampledToken(0),) * self._num_right(num_verified),
+            num_verified=num_verified,
+            max_drafts=num_drafts,
         )
 
     def _num_right(self, verified: int) -> int:
@@ -274,6 +278,20 @@ def test_a_step_whose_requests_had_no_drafts_is_no_evidence() -> None:
         budget.book(budget.launch(), [result], 0.03)
     budget.plan([request])
     assert budget.say()[1] == before
+
+
+def test_a_step_that_was_not_of_fixed_shape_says_nothing_of_costs() -> None:
+    """It has no drafts, whatever the group agreed on, and is launched one kernel at a time."""
+    choices = DraftChoices.up_to(1, max_rows=0)
+    budget = DraftBudget(choices, SIZES, all_costs(choices))
+    (request,) = make_requests(1)
+    budget.hear([[1000, 1900, 0, 0, 0]], 1)
+    step = budget.launch()
+    assert step.num_drafts == 1
+    for max_drafts, told in (0, [0, 0, 0]), (1, [1, 1, 90_000]):
+        result = StepResult(request=request, sampled=SampledToken(0), max_drafts=max_drafts)
+        budget.book(step, [result], 0.09)
+        assert budget.say()[-3:] == told
 
 
 @given(
