@@ -23,7 +23,7 @@ from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
-from engine.pending_step import PendingStep, StepResult, reader_of
+from engine.pending_step import PendingStep, SampledFirst, StepResult, reader_of
 from engine.request import ScheduledRequest
 from engine.sampling.inputs import SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
@@ -203,9 +203,9 @@ class ModelRunner:
             if self.drafts is not None:
                 self.drafts.follow(batch, hidden)  # the others are there
             raise
+        copies.close()
         if self.drafts is not None:
             pending = self._draft(self.drafts, batch, hidden, pending)
-        copies.close()
         if span is not None:
             span.end()
         self._span = span
@@ -237,9 +237,12 @@ class ModelRunner:
     ) -> PendingStep:
         """Run the layer for multi-token prediction behind a step, and draft where it sampled."""
         sampled = None if pending.sample is None else pending.sample.token_ids
+        copies = HostCopies(self.kv_pool.device)
         with nullcontext() if self.in_group else may_fail(self.kv_pool.device, has_joined=True):
-            ids = drafts.run(pending.scheduled, batch, hidden, sampled, pending.copies)
-        return replace(pending, drafts=ids)
+            ids = drafts.run(pending.scheduled, batch, hidden, sampled, copies)
+        copies.close()
+        first = None if ids is None else SampledFirst(pending.copies)
+        return replace(pending, copies=copies, drafts=ids, sampled_first=first)
 
     def _finish(
         self,

@@ -145,6 +145,9 @@ class BenchSteps:
         """A measurement in which a step failed is none."""
         raise error
 
+    def answer(self, plan: StepWork, results: Sequence[StepResult], seconds: float) -> None:
+        """Nobody waits for tokens."""
+
     def book(
         self, plan: StepWork, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:
