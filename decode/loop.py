@@ -146,6 +146,9 @@ class DecodeSteps:
         self._drafted.pop(id(plan), None)
         self._rank.give_up_step(plan, error)
 
+    def answer(self, plan: StepPlan, results: Sequence[StepResult], seconds: float) -> None:
+        """A step of decode has all at once."""
+
     def book(
         self, plan: StepPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:

@@ -3,9 +3,10 @@
 The rule is that of adaptive verification in DSpark (arXiv 2607.05147), for one number a step: a
 captured step has as many rows for every request. The tokens to be expected are the sum of what each
 request would give (`draft_survival`), the seconds are what such a step takes (`draft_costs`): the
-number with the best ratio is taken, none included. It is kept until another is better by more than
-noise, and now and then a neighbour is tried for a few steps: costs and shares of numbers that are
-never run would be unknown, and none for ever would be right by accident.
+number with the best ratio is taken, none included. It is kept until another has been better for as
+long as it takes to tell that from noise, and now and then a neighbour is tried for a few steps:
+costs and shares of numbers that are never run would be unknown, and none for ever would be right by
+accident.
 
 All ranks of a group take the same number. Each says what it expects in the message before a step
 (`engine.parallel.lockstep`), and how long its latest step took; what follows is a function of these
@@ -26,12 +27,16 @@ from engine.graphs.buckets import bucket_for
 from engine.pending_step import StepResult
 from engine.request import Request
 
-BETTER_BY = 0.015
-"""A number is left only for one whose ratio is better by this share."""
+BETTER_BY = 0.12
+"""A number is left for one whose ratio is better by this share, added up over steps."""
+AS_GOOD = 0.003
+"""A share by which a ratio may be better without being so; taken off in each of them."""
 LEAST_STEPS = 8
 """With a number, before another one is taken."""
+FIRST_TRIAL = 32
+"""Steps to the first trial of a neighbour. To the next ones it is twice as many each time."""
 TRY_EVERY = 256
-"""Steps from one trial of a neighbour to the next."""
+"""The most of them."""
 TRY_STEPS = 3
 """Of a trial: the first one makes the drafts that the others verify."""
 HOPELESS = 0.75
@@ -130,6 +135,8 @@ class DraftBudget:
             # One without a token failed; behind a step without drafts there were none to verify.
             if result.sampled is not None:
                 self._survival.saw(result.request, result.num_verified, len(result.more))
+        if any(result.max_drafts != step.num_drafts for result in results[:1]):
+            return  # it was not of fixed shape, and its time says nothing of those that are
         self._observed = (step.size, step.num_drafts, max(round(seconds * _MICRO), 1))
 
     def _take_times(self, observed: Sequence[Sequence[int]]) -> None:
@@ -147,26 +154,40 @@ class _Rule:
 
     def __init__(self) -> None:
         self.num_drafts = 0
-        self._kept = 0  # the number to which a trial returns
-        self._since = LEAST_STEPS
-        self._until_trial = TRY_EVERY
+        self._kept: int | None = None  # the number to which a trial returns
+        self._since = 0
+        self._leads: list[float] = []  # of each number, what it was better by than the kept one
+        self._interval = self._until_trial = FIRST_TRIAL
         self._trial_left = 0
         self._num_trials = 0
 
     def choose(self, ratios: Sequence[float]) -> None:
         """Take the next step's number, of those from 0 that have a ratio."""
         best = max(range(len(ratios)), key=lambda count: ratios[count])
-        if self._kept >= len(ratios):
-            self._keep(best)  # the step has become too large for as many
-        elif self._since >= LEAST_STEPS and ratios[best] > ratios[self._kept] * (1 + BETTER_BY):
-            self._keep(best)
+        if self._kept is None or self._kept >= len(ratios):
+            kept = self._keep(best)  # at first, and where the step has become too large
+        else:
+            kept = self._kept
+            if self._is_better(best, kept, ratios) and self._since >= LEAST_STEPS:
+                kept = self._keep(best)
         self._since += 1
-        self.num_drafts = self._try(ratios)
+        self.num_drafts = self._try(kept, ratios)
 
-    def _keep(self, number: int) -> None:
+    def _is_better(self, best: int, kept: int, ratios: Sequence[float]) -> bool:
+        """Note by what numbers are better than the kept one; whether the best is, for long."""
+        before = self._leads + [0.0] * (len(ratios) - len(self._leads))
+        self._leads = [
+            max(lead + ratio / ratios[kept] - 1 - AS_GOOD, 0.0)
+            for lead, ratio in zip(before, ratios, strict=False)
+        ]
+        return self._leads[best] > BETTER_BY
+
+    def _keep(self, number: int) -> int:
         self._kept, self._since, self._trial_left = number, 0, 0
+        self._leads.clear()
+        return number
 
-    def _try(self, ratios: Sequence[float]) -> int:
+    def _try(self, kept: int, ratios: Sequence[float]) -> int:
         """Return the number that is kept, or during a trial a neighbour of it."""
         if self._trial_left and self.num_drafts < len(ratios):
             self._trial_left -= 1
@@ -174,17 +195,18 @@ class _Rule:
         self._trial_left = 0
         self._until_trial -= 1
         if self._until_trial > 0:
-            return self._kept
-        self._until_trial = TRY_EVERY
+            return kept
+        self._interval = min(2 * self._interval, TRY_EVERY)
+        self._until_trial = self._interval
         self._num_trials += 1
-        tried = self._kept + (1 if self._num_trials % 2 else -1)
+        tried = kept + (1 if self._num_trials % 2 else -1)
         if not 0 <= tried < len(ratios):
-            tried = 2 * self._kept - tried
+            tried = 2 * kept - tried
         if not 0 <= tried < len(ratios):
-            return self._kept
-        is_hopeless = ratios[tried] <= HOPELESS * ratios[self._kept]
+            return kept
+        is_hopeless = ratios[tried] <= HOPELESS * ratios[kept]
         if is_hopeless and self._num_trials % (2 * RARELY) > 1:
-            return self._kept
+            return kept
         self._trial_left = TRY_STEPS - 1
         return tried
 

@@ -1,16 +1,17 @@
 """A step that is launched and not read: what of it is still on the device, and how it comes home.
 
 Made by `ModelRunner.launch` and `StepGraphs.launch_step` alike, read once by whoever launched it
-(`worker.step_loop`). Who waits: `collect`, by one event behind the copies of all results; nobody
-else, so a next step is launched meanwhile. What it holds belongs to it until then: the pinned
-memory of the results, and the sampled tokens on the device, which the next step may read
+(`worker.step_loop`). Who waits: `collect`, by one event behind the copies of all results, and where
+a step of prompts makes drafts behind its tokens, before that `collect_sampled`, for the tokens
+alone; nobody else, so a next step is launched meanwhile. What it holds belongs to it until then:
+the pinned memory of the results, and the sampled tokens on the device, which the next step may read
 (`unread`). Static buffers of captured steps are none of it: their tokens are copied on the device
 before the next replay overwrites them. All of it is issued to the one stream of steps, so memory
 that is dropped here is taken again only by what comes behind it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -60,6 +61,19 @@ class StepResult:
         return () if self.sampled is None else (self.sampled, *self.more)
 
 
+@dataclass(slots=True)
+class SampledFirst:
+    """What of a step is there before its drafts are.
+
+    Attributes:
+        copies: after which the host has it.
+        results: once it is read.
+    """
+
+    copies: HostCopies
+    results: list[StepResult] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
     """A step that is issued to the device. Nothing has been read from it.
@@ -73,6 +87,7 @@ class PendingStep:
         prompts: per scheduled request its prompt logprobs, in pieces.
         copies: after which the host has all of these.
         drafts: of the tokens after the sampled ones, [L] int64 on the host; None if none was made.
+        sampled_first: where the layer for drafts runs behind a step that has sampled.
         span: when the device ran it; None on a CPU.
         span_before: the same of the step before it, if there was one.
     """
@@ -83,6 +98,7 @@ class PendingStep:
     prompts: Sequence[Sequence[PendingLogprobs]]
     copies: HostCopies
     drafts: torch.Tensor | None = None
+    sampled_first: SampledFirst | None = None
     span: DeviceSpan | None = None
     span_before: DeviceSpan | None = None
 
@@ -109,28 +125,58 @@ class PendingStep:
         tokens = zip(samplers, self.sample.token_lists(), self.is_usable.tolist(), strict=True)
         return {id(request): token_ids for request, token_ids, is_usable in tokens if is_usable}
 
+    def collect_sampled(self) -> list[StepResult] | None:
+        """Wait for the tokens of a step whose drafts are still being made; results without these.
+
+        Their matchers have taken the tokens then. `collect` gives the whole.
+
+        Returns:
+            None where a step has all at once.
+
+        Raises:
+            StepError: what the step gave cannot be read.
+        """
+        first = self.sampled_first
+        if first is None:
+            return None
+        first.copies.wait()
+        with may_fail(torch.device("cpu"), has_joined=True):  # what it reads is on the host
+            first.results = self._read()
+        return first.results
+
     def collect(self) -> list[StepResult]:
         """Wait for the step's end; one result per scheduled request, in order.
 
         Their matchers have taken the tokens then; the requests themselves have not.
 
         Raises:
-            StepError: the step is over, and what it gave cannot be read.
+            StepError: the step is over, and what it gave cannot be read; not where
+                `collect_sampled` has given tokens, which cannot be taken back.
         """
         self.copies.wait()
+        if self.sampled_first is not None and self.sampled_first.results is not None:
+            return self._with_drafts(self.sampled_first.results)
         with may_fail(torch.device("cpu"), has_joined=True):  # the device is through with it
-            return self._read()
+            return self._with_drafts(self._read())
+
+    def _with_drafts(self, results: list[StepResult]) -> list[StepResult]:
+        if self.drafts is None:
+            return results
+        drafts = iter(self.drafts.tolist())
+        pairs = zip(self.scheduled, results, strict=True)
+        return [
+            replace(result, draft=next(drafts)) if item.samples else result
+            for item, result in pairs
+        ]
 
     def _read(self) -> list[StepResult]:
         tokens = iter(_tokens_of(self.sample))
         usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
-        drafts = iter(self.drafts.tolist() if self.drafts is not None else ())
         accepted = self.sample if isinstance(self.sample, PendingAccepted) else None
         verified = iter(accepted.num_verified if accepted is not None else ())
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
             token, *more = next(tokens) if item.samples else (None,)
-            draft = next(drafts, None) if item.samples else None
             num_verified = next(verified, 0) if item.samples else 0
             is_failed = item.samples and not (next(usable) and _fits(item, (token, *more)))
             results.append(
@@ -140,7 +186,6 @@ class PendingStep:
                     more=() if is_failed else tuple(more),
                     prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
                     is_failed=is_failed,
-                    draft=draft,
                     num_verified=num_verified,
                     max_drafts=accepted.max_drafts if accepted is not None else 0,
                 )

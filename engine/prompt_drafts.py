@@ -1,4 +1,4 @@
-"""The layer for multi-token prediction behind a step of prompts: its KV, and the first drafts.
+"""The layer for multi-token prediction behind a step of the plain runner: its KV, first drafts.
 
 Decode verifies drafts from its first step on, so prefill leaves what that needs: the KV that the
 layer keeps for every token of the prompt, and, for a prompt that is complete, a draft of the token
@@ -12,6 +12,9 @@ follow. Ranks that only share experts meet in the layer as in any other; an idle
 
 Where a prefix was cached, the KV at its last token is of whatever followed it then. Drafts may be
 worse for it by that one position, and what decode accepts of them is what its sampler says.
+
+`PromptDrafts` does this. Decode's steps have fixed shapes and run the layer themselves; behind one
+that has not `LayerKV` writes what the layer keeps of its tokens.
 
 Legend: T tokens of the step, L sampled rows, D hidden size.
 """
@@ -34,6 +37,7 @@ from engine.parallel.groups import RankGroup
 from engine.request import ScheduledRequest
 from engine.sampling.inputs import SamplingInput
 from engine.sampling.sampler import Sampler
+from engine.step_error import may_fail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,47 +62,24 @@ class PromptDrafts:
         batch: ForwardBatch,
         hidden_TD: Tensor,
         sampled_ids_L: Tensor | None,
+        copies: HostCopies,
     ) -> Tensor | None:
-        """Issue the layer behind a step that this rank sampled in; the host does not wait.
-
-        Args:
-            scheduled: what ran.
-            batch: of these.
-            hidden_TD: what the model returned.
-            sampled_ids_L: tokens of those that sample, in order, int64; None if none does.
-
-        Returns:
-            [L, D] of the sampled rows, for `choose`; None if there are none.
-        """
-        known = chain.from_iterable(_followers(item) for item in scheduled)
-        next_ids, rows = upload(
-            [np.fromiter(known, dtype=np.int64), np.array(sampled_rows(scheduled), dtype=np.int64)],
-            hidden_TD.device,
-        )
+        """See `BehindSteps`: the layer, and a draft of the token after each sampled one."""
+        next_ids, rows = _next_ids(scheduled, sampled_ids_L, hidden_TD.device)
+        drafted_TD = self._run(batch, hidden_TD, next_ids)
         if sampled_ids_L is None:
-            self._run(batch, hidden_TD, next_ids)
             return None
-        next_ids.index_copy_(0, rows, sampled_ids_L)
-        return self._run(batch, hidden_TD, next_ids).index_select(0, rows)
+        with may_fail(hidden_TD.device, has_joined=True):  # no collective follows
+            return self._choose(scheduled, drafted_TD.index_select(0, rows), sampled_ids_L, copies)
 
-    def choose(
+    def _choose(
         self,
         scheduled: Sequence[ScheduledRequest],
         drafted_LD: Tensor,
         sampled_ids_L: Tensor,
         copies: HostCopies,
     ) -> Tensor:
-        """Draft the token after each sampled one, as it will be sampled; no collective.
-
-        Args:
-            scheduled: what ran.
-            drafted_LD: of `run`.
-            sampled_ids_L: as there.
-            copies: take the drafts to the host.
-
-        Returns:
-            [L] int64 on the host, once the copies are there.
-        """
+        """Draft the token after each sampled one, as it will be sampled: [L] int64 on the host."""
         samplers = [item for item in scheduled if item.samples]
         logits = self.model.compute_logits(drafted_LD)
         finite = torch.isfinite(logits.sum(dim=-1))
@@ -107,12 +88,58 @@ class PromptDrafts:
         return copies.add(self.sampler.choose(logits, inputs, unread_ids=sampled_ids_L))
 
     def follow(self, batch: ForwardBatch, hidden_TD: Tensor) -> None:
-        """Take part behind a step that another rank of the group samples in, or nobody does."""
+        """See `BehindSteps`."""
         self._run(batch, hidden_TD, torch.zeros_like(batch.input_ids))
 
     def _run(self, batch: ForwardBatch, hidden_TD: Tensor, next_ids_T: Tensor) -> Tensor:
         told = self.group.broadcast(next_ids_T)
         return self.model.forward_mtp(hidden_TD, told, batch, self.kv_pool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKV:
+    """Writes the layer's KV behind steps of decode that have no drafts and are not of fixed shape.
+
+    A step of fixed shape does so itself. Without it the layer would find nothing at these tokens
+    later, and draft worse for as long as they are in its context. No rank waits for another in it.
+
+    Attributes:
+        model: of the rank.
+        kv_pool: with the layer's KV.
+    """
+
+    model: DraftingModel
+    kv_pool: KVPool
+
+    def run(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        batch: ForwardBatch,
+        hidden_TD: Tensor,
+        sampled_ids_L: Tensor | None,
+        copies: HostCopies,
+    ) -> Tensor | None:
+        """See `BehindSteps`: no drafts."""
+        next_ids, _ = _next_ids(scheduled, sampled_ids_L, hidden_TD.device)
+        self.model.remember_mtp(hidden_TD, next_ids, batch, self.kv_pool)
+        return None
+
+    def follow(self, batch: ForwardBatch, hidden_TD: Tensor) -> None:
+        """See `BehindSteps`: what was padding leaves nothing."""
+
+
+def _next_ids(
+    scheduled: Sequence[ScheduledRequest], sampled_ids_L: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return what follows each token of a step, [T] int64, and the rows that were sampled, [L]."""
+    known = chain.from_iterable(_followers(item) for item in scheduled)
+    next_ids_T, rows_L = upload(
+        [np.fromiter(known, dtype=np.int64), np.array(sampled_rows(scheduled), dtype=np.int64)],
+        device,
+    )
+    if sampled_ids_L is not None:
+        next_ids_T.index_copy_(0, rows_L, sampled_ids_L)
+    return next_ids_T, rows_L
 
 
 def _followers(item: ScheduledRequest) -> list[int]:

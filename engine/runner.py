@@ -23,8 +23,7 @@ from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
 from engine.operations import do_nothing
-from engine.pending_step import PendingStep, StepResult, reader_of
-from engine.prompt_drafts import PromptDrafts
+from engine.pending_step import PendingStep, SampledFirst, StepResult, reader_of
 from engine.request import ScheduledRequest
 from engine.sampling.inputs import SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
@@ -60,6 +59,40 @@ class CausalModel(Protocol):
         ...
 
 
+class BehindSteps(Protocol):
+    """What runs behind every step of a runner: the layer for multi-token prediction."""
+
+    def run(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        sampled_ids: torch.Tensor | None,
+        copies: HostCopies,
+    ) -> torch.Tensor | None:
+        """Issue it behind a step that this rank sampled in; the host does not wait.
+
+        Args:
+            scheduled: what ran.
+            batch: of these.
+            hidden: [T, D], what the model returned.
+            sampled_ids: [L] int64, tokens of those that sample, in order; None if none does.
+            copies: take the drafts to the host.
+
+        Returns:
+            [L] int64 on the host once the copies are there: drafts of the tokens after the sampled
+            ones. None if there are none.
+
+        Raises:
+            StepError: no rank waits for this one any more.
+        """
+        ...
+
+    def follow(self, batch: ForwardBatch, hidden: torch.Tensor) -> None:
+        """Take part behind a step that another rank of the group samples in, or nobody does."""
+        ...
+
+
 class ModelRunner:
     """One model with its KV pool and sampler.
 
@@ -77,7 +110,7 @@ class ModelRunner:
         sampler: Sampler,
         *,
         in_group: bool = False,
-        drafts: PromptDrafts | None = None,
+        drafts: BehindSteps | None = None,
     ) -> None:
         """Take what runs.
 
@@ -86,7 +119,7 @@ class ModelRunner:
             kv_pool: of the model.
             sampler: of the model's vocabulary.
             in_group: whether the model's layers wait for other ranks.
-            drafts: run behind every step of prompts, by all ranks; None for none.
+            drafts: run behind every step, by all ranks; None for nothing.
         """
         self.model = model
         self.kv_pool = kv_pool
@@ -170,9 +203,9 @@ class ModelRunner:
             if self.drafts is not None:
                 self.drafts.follow(batch, hidden)  # the others are there
             raise
+        copies.close()
         if self.drafts is not None:
             pending = self._draft(self.drafts, batch, hidden, pending)
-        copies.close()
         if span is not None:
             span.end()
         self._span = span
@@ -200,18 +233,16 @@ class ModelRunner:
         return self._span
 
     def _draft(
-        self, drafts: PromptDrafts, batch: ForwardBatch, hidden: torch.Tensor, pending: PendingStep
+        self, drafts: BehindSteps, batch: ForwardBatch, hidden: torch.Tensor, pending: PendingStep
     ) -> PendingStep:
         """Run the layer for multi-token prediction behind a step, and draft where it sampled."""
-        scheduled, device = pending.scheduled, self.kv_pool.device
         sampled = None if pending.sample is None else pending.sample.token_ids
-        with nullcontext() if self.in_group else may_fail(device, has_joined=True):
-            drafted = drafts.run(scheduled, batch, hidden, sampled)
-        if sampled is None or drafted is None:
-            return pending
-        with may_fail(device, has_joined=True):
-            ids = drafts.choose(scheduled, drafted, sampled, pending.copies)
-        return replace(pending, drafts=ids)
+        copies = HostCopies(self.kv_pool.device)
+        with nullcontext() if self.in_group else may_fail(self.kv_pool.device, has_joined=True):
+            ids = drafts.run(pending.scheduled, batch, hidden, sampled, copies)
+        copies.close()
+        first = None if ids is None else SampledFirst(pending.copies)
+        return replace(pending, copies=copies, drafts=ids, sampled_first=first)
 
     def _finish(
         self,

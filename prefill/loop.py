@@ -233,6 +233,12 @@ class EngineLoop:
                 self._desk.fail(chunk.item, error.answer(chunk.item.request_id))
             self._desk.settle(chunk.item)
 
+    def answer(self, plan: ChunkPlan, results: Sequence[StepResult], seconds: float) -> None:
+        """Send first tokens before the layer for drafts is through; KV and drafts follow."""
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            if result.sampled is not None and chunk.item.status is PrefillStatus.RUNNING:
+                self._desk.answer(chunk.item, result, seconds)
+
     def book(
         self, plan: ChunkPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:
@@ -243,16 +249,16 @@ class EngineLoop:
             self._observe_gap(idle_s)
         for chunk, result in zip(plan.chunks, results, strict=True):
             item = chunk.item
-            item.compute_s += seconds
             self._scheduler.advance(chunk)
             if result.is_failed:
                 failure = item.request.failure
                 failure.request_id = item.request_id
                 self._desk.fail(item, failure)
             elif item.status is PrefillStatus.RUNNING:
-                item.prompt_logprobs += result.prompt_logprobs
                 if result.sampled is not None:
-                    self._desk.complete(item, result)
+                    self._desk.complete(item, result, seconds)
+                item.prompt_logprobs += result.prompt_logprobs
+            item.compute_s += seconds
             self._desk.settle(item)
 
     def tell(self) -> None:

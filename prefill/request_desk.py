@@ -123,28 +123,35 @@ class RequestDesk:
                 item.started_at = now
                 self._senders.open(OpenTicket(item.granted.ticket, item.granted.peer))
 
-    def complete(self, item: PrefillRequest, result: StepResult) -> None:
-        """The first token is known: answer; then the senders finish, or stop if it is the last."""
+    def answer(self, item: PrefillRequest, result: StepResult, seconds: float) -> None:
+        """The first token is known; its step, which has taken so long until now, may go on."""
         sampled = result.sampled
         assert sampled is not None
         item.first_token_at = self._clock()
         index = item.request.num_output_tokens
         item.request.output_token_ids.append(sampled.token_id)
         item.finish_reason = item.request.finish_reason(self._max_model_len)
-        self._scheduler.stop(item)
         self._emit(
             FirstTokenSampled(
                 nonce=item.nonce,
                 token_id=sampled.token_id,
                 index=index,
                 logprobs=sampled.logprobs,
-                prompt_logprobs=tuple(item.prompt_logprobs),
+                prompt_logprobs=(*item.prompt_logprobs, *result.prompt_logprobs),
                 finish_reason=item.finish_reason,
                 num_cached_tokens=item.request.num_cached_tokens,
                 queue_s=item.started_at - item.arrived_at,
-                compute_s=item.compute_s,
+                compute_s=item.compute_s + seconds,
             )
         )
+
+    def complete(self, item: PrefillRequest, result: StepResult, seconds: float) -> None:
+        """Its step is over: answer if nobody has; then the senders finish, or stop if it ends."""
+        sampled = result.sampled
+        assert sampled is not None
+        if item.first_token_at == 0.0:
+            self.answer(item, result, seconds)
+        self._scheduler.stop(item)
         if item.finish_reason is not None:
             self._senders.abandon(item.nonce)
             return

@@ -82,6 +82,14 @@ class StepDriver(Protocol[PlanT]):
         """The step gives nothing: end those of its requests that `error` ends; the rest go on."""
         ...
 
+    def answer(self, plan: PlanT, results: Sequence[StepResult], seconds: float) -> None:
+        """Give away the tokens of a step that drafts behind them, before it is over.
+
+        Called before `book`, which gets the same results with the drafts. `seconds` are those of
+        the step so far.
+        """
+        ...
+
     def book(
         self, plan: PlanT, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:

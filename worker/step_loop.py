@@ -29,6 +29,7 @@ from collections import deque
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic
 
 from engine.experts.votes import ExpertTurns
@@ -45,6 +46,8 @@ from worker.step_driver import LoopOptions, PlanT, StepDriver
 from worker.watched_thread import WatchedThread
 
 logger = get_logger(__name__)
+
+_IDLE = GroupState(has_work=False, max_num_tokens=0, mean_num_tokens=0, all_leaving=False)
 
 MAX_FAILED_STEPS = 8
 """In a row, of none of which a request is known to be the cause; then the rank ends."""
@@ -78,6 +81,15 @@ class _Launched(Generic[PlanT]):
     num_tokens: int
     """Of the rank that has most: the others wait for it in every layer."""
 
+    @property
+    def idle_s(self) -> float | None:
+        """See `StepDriver.book`."""
+        return self.pending.idle_s if self.follows else None
+
+    def seconds(self, now: float, before: float) -> float:
+        """How long it has run alone until now; the step before it was over at `before`."""
+        return now - max(self.launched_at, before)
+
 
 class StepLoop(Generic[PlanT]):
     """The thread, its command queue and its end. `submit`, `post`, `stop` are for any thread."""
@@ -95,9 +107,7 @@ class StepLoop(Generic[PlanT]):
         self._failures = _Failures()
         self._taken_over_at = 0.0
         self._pace = IdlePace(self._clock)
-        self._group = GroupState(
-            has_work=False, max_num_tokens=0, mean_num_tokens=0, all_leaving=False
-        )
+        self._group = _IDLE
         self._leaving = self._is_checked = False
         self._turned_at: float | None = None  # since when a turn with work runs
         self.num_tokens = 0
@@ -281,19 +291,21 @@ class StepLoop(Generic[PlanT]):
                     raise
 
     def _take_over_next(self) -> None:
-        step = self._in_flight.popleft()
+        step, before = self._in_flight.popleft(), self._taken_over_at
+        watch = partial(self.watch, f"a {self._options.step} step", step.num_tokens)
         try:
-            with self.watch(f"a {self._options.step} step", step.num_tokens):
+            with watch():
+                sampled = step.pending.collect_sampled()
+            if sampled is not None:
+                self._driver.answer(step.plan, sampled, step.seconds(self._clock(), before))
+            with watch():
                 results = step.pending.collect()
         except StepError as error:
             self._give_up(step.plan, error)
             return
         self._failures.num_steps = 0
-        now = self._clock()
-        seconds = now - max(step.launched_at, self._taken_over_at)
-        self._taken_over_at = now
-        idle_s = step.pending.idle_s if step.follows else None
-        self._driver.book(step.plan, results, seconds, idle_s)
+        now = self._taken_over_at = self._clock()
+        self._driver.book(step.plan, results, step.seconds(now, before), step.idle_s)
 
     def _check_books(self, is_busy: bool) -> None:
         """Check once, whenever the last request has left, that it took nothing along."""

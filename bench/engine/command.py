@@ -144,6 +144,12 @@ def _add_prefill(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ttft", type=_switch, default=True, help="also time one prompt alone: on, off"
     )
+    parser.add_argument(
+        "--drafts",
+        type=_switch,
+        default=False,
+        help="run the layer for drafts, as where decode has some: on, off",
+    )
 
 
 def _add_decode(parser: argparse.ArgumentParser) -> None:
@@ -298,6 +304,7 @@ def _prefill_options(arguments: argparse.Namespace) -> PrefillOptions:
         cached_len=arguments.cached_len,
         batch_tokens=arguments.batch_tokens,
         ttft=arguments.ttft,
+        drafts=arguments.drafts,
     )
 
 

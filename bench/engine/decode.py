@@ -40,6 +40,7 @@ from engine.batch import build_forward_batch
 from engine.boot.open_budget import open_budget
 from engine.boot.warm_up import products
 from engine.data_sheets import find_sheet
+from engine.draft_choices import AUTO_DRAFTS
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
 from engine.graphs.graph_runner import GraphRunner, capture_steps
@@ -65,7 +66,7 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
         rank,
         setup,
         num_blocks=requests.num_blocks,
-        kv_dtype=engine_options(section).kv.dtype,
+        options=engine_options(section),
         max_tokens=rows[-1],
         num_rows=None if choices.are_open else len(requests) * each,
     )
@@ -82,8 +83,10 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
         experts=watched,
     )
     seen = _look_back(session, options, run, watched=watched, said=said)
-    mean_context = run.measurement.mean_context if run.measurement else 0.0
-    contexts = session.gather([mean_context, len(requests), requests.tokens_each])
+    found = run.measurement
+    means = (found.mean_context, found.tokens_each) if found else (0.0, 0.0)
+    by_drafts = [bench.source.num_steps[count] for count in range(AUTO_DRAFTS + 1)]
+    contexts = session.gather([means[0], len(requests), means[1], *by_drafts])
     model_s = bench.time_model()
     profile = None
     if setup.profile:
@@ -94,7 +97,6 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     )
     if report is not None:
         report |= seen
-        report["steps_by_drafts"] = dict(sorted(bench.source.num_steps.items())) or None
     bench.close()
     requests.close()
     close_session(session)
@@ -190,9 +192,10 @@ def _report(
     # What verified rows must cost is another bound.
     sheet = None if options.drafts else find_sheet(device_name(session.device))
     num_requests = sum(options.requests)
-    tokens = sum(count * each for _, count, each in contexts)
-    mean_context = sum(mean * count for mean, count, _ in contexts) / num_requests
+    tokens = sum(count * each for _, count, each, *_ in contexts)
+    mean_context = sum(mean * count for mean, count, *_ in contexts) / num_requests
     step_ms = 1e3 * steps.seconds / steps.num_steps
+    ranks = [_describe_rank(*values) for values in contexts]
     shown = ", ".join(map(str, options.requests))
     notes = [] if options.is_equal else [f"unequal ranks: {shown} requests"]
     if options.grammar:
@@ -207,7 +210,8 @@ def _report(
         "tokens_per_step": tokens,
         "tokens_per_request": tokens / num_requests,
         "mean_context": mean_context,
-        "ranks": [{"requests": int(count), "mean_context": mean} for mean, count, _ in contexts],
+        "ranks": ranks,
+        "steps_by_drafts": ranks[0]["steps_by_drafts"],
         "step_ms": dataclasses.asdict(Quantiles.of(steps.step_s)),
         "grammar": requests.describe_schemas(),
         "rates": decode_rates(
@@ -224,6 +228,12 @@ def _report(
         "profile": dataclasses.asdict(profile) if profile is not None else None,
         "bubbles_ms": None if profile is None else profile.bubbles_ms(step_ms),
     }
+
+
+def _describe_rank(mean: float, count: float, each: float, *by_drafts: float) -> Report:
+    """What was special about a rank; its steps by number of drafts where that was chosen."""
+    steps = {drafts: int(number) for drafts, number in enumerate(by_drafts) if number}
+    return {"requests": int(count), "mean_context": mean, "steps_by_drafts": steps or None}
 
 
 class _DecodeBench:

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from bench.engine.requests import RunningRequests
 from engine.draft_budget import DraftBudget, DraftedStep
@@ -30,7 +31,7 @@ class DraftedSource:
         self._launched: deque[DraftedStep] = deque()
         self._taken_at: float | None = None
         self.num_steps: Counter[int] = Counter()
-        """Of this rank, by number of drafts."""
+        """Of the group, those included that this rank only joined, by number of drafts."""
 
     def __len__(self) -> int:
         """Requests of every step."""
@@ -48,9 +49,9 @@ class DraftedSource:
         if self._budget is None:
             return None
         step = self._budget.launch()
+        self.num_steps[step.num_drafts] += 1
         if scheduled:
             self._launched.append(step)
-            self.num_steps[step.num_drafts] += 1
         return step.num_drafts
 
     def take(self, results: Iterable[StepResult]) -> None:
@@ -76,7 +77,8 @@ class DraftedRunner:
         Args:
             runner: of the rank.
             source: says how many drafts a step has; None where there is no choice.
-            accept: share of drafts that are left before each step; None for all.
+            accept: share of drafts that are left before each step; the others become wrong ones,
+                which a step verifies like any. None for all.
         """
         self._runner, self._source, self._accept = runner, source, accept
 
@@ -100,5 +102,20 @@ class DraftedRunner:
     def _lose_drafts(self) -> None:
         drafts = self._runner.kept_drafts
         if drafts is not None and self._accept is not None:
-            lost = torch.rand(drafts.shape, device=drafts.device) >= self._accept
-            drafts.masked_fill_(lost, NO_DRAFT)
+            lose_drafts(drafts, self._accept, self._runner.plain.sampler.vocab_size)
+
+
+def lose_drafts(drafts: Tensor, accept: float, vocab_size: int) -> None:
+    """Leave a share of drafts, and make each other one the token behind it.
+
+    No draft at all would be another thing: nothing is verified there, so nobody would learn that
+    drafts are wrong, and a budget would take all that are left for right.
+
+    Args:
+        drafts: tokens, or `NO_DRAFT`; changed.
+        accept: share that is left.
+        vocab_size: of the model.
+    """
+    wrong = torch.where(drafts == NO_DRAFT, drafts, (drafts + 1) % vocab_size)
+    is_lost = torch.rand(drafts.shape, device=drafts.device) >= accept
+    drafts.copy_(torch.where(is_lost, wrong, drafts))

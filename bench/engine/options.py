@@ -192,6 +192,8 @@ class PrefillOptions:
         cached_len: tokens before them whose KV is in the pool already, as of a cached prefix.
         batch_tokens: tokens of a batch; per rank with dp, together with tp.
         ttft: whether one prompt alone is timed too.
+        drafts: whether decode has drafts, for which prefill runs the layer for them behind every
+            step.
     """
 
     setup: Setup
@@ -199,6 +201,7 @@ class PrefillOptions:
     cached_len: int = 0
     batch_tokens: int = 16384
     ttft: bool = True
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.
@@ -243,6 +246,11 @@ class PrefillOptions:
     def section(self) -> PrefillSection:
         """Its section."""
         return self.cluster.prefill
+
+    @property
+    def with_mtp(self) -> bool:
+        """Whether the model has its layer for drafts."""
+        return self.drafts
 
     @property
     def num_prompts(self) -> int:
@@ -341,6 +349,11 @@ class DecodeOptions:
     def section(self) -> DecodeSection:
         """Its section."""
         return self.cluster.decode
+
+    @property
+    def with_mtp(self) -> bool:
+        """Whether the model has its layer for drafts."""
+        return self.section.has_drafts
 
     @property
     def rows_each(self) -> int:

@@ -54,8 +54,8 @@ from worker.engine_options import engine_options, parallel_dims, recorded_load
 Section = PrefillSection | DecodeSection
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 _FREE_FIELDS = (
-    "max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs", "rebalance_interval_steps",
-    "rebalance_objective", "rebalance_min_gain",
+    "max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs", "num_speculative_tokens",
+    "rebalance_interval_steps", "rebalance_objective", "rebalance_min_gain",
 )  # fmt: skip
 """Of a section, what a model is not built by."""
 
@@ -145,12 +145,13 @@ class RankModels:
             ConfigError: a shape that the ranks cannot split, or what does not run here.
             PeerLostError: the other ranks did not come.
         """
-        setup, section = options.setup, options.section
-        key = _key_of(setup, section)
+        setup, section, with_mtp = options.setup, options.section, options.with_mtp
+        key = _key_of(setup, section), with_mtp
         if key != self._key or self._has_moved():
             self._let_go()  # nothing may refer to it while the next one is made
             role = "prefill" if isinstance(section, PrefillSection) else "decode"
-            self._kept = self._open(setup, section, recorded_load(options.cluster, role))
+            load = recorded_load(options.cluster, role)
+            self._kept = self._open(setup, section, load, with_mtp=with_mtp)
             self._key, self._table = key, self._kept.placements.table
         kept, counted = self._kept, None
         assert kept is not None
@@ -181,7 +182,9 @@ class RankModels:
         device, self._kept = self._kept.device, None
         free_memory(device)
 
-    def _open(self, setup: Setup, section: Section, load: RecordedLoad | None) -> RankModel:
+    def _open(
+        self, setup: Setup, section: Section, load: RecordedLoad | None, *, with_mtp: bool
+    ) -> RankModel:
         start = time.perf_counter()
         measured, options = choose_model(setup), engine_options(section)
         dims = parallel_dims(section, self.place.rank)
@@ -206,7 +209,7 @@ class RankModels:
             streams=Streams(device),
             load=load,
         )
-        built = _build(options, parts, played_ranks=setup.played_ranks)
+        built = _build(options, parts, played_ranks=setup.played_ranks, with_mtp=with_mtp)
         say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=self.place.rank)
         return RankModel(
             place=self.place,
@@ -268,10 +271,10 @@ class _Built:
     moves: OpenMoves | None
 
 
-def _build(options: EngineOptions, parts: _Parts, *, played_ranks: int) -> _Built:
+def _build(options: EngineOptions, parts: _Parts, *, played_ranks: int, with_mtp: bool) -> _Built:
     """Open what the options ask for, then build the model, as a worker does."""
     groups, kernels = parts.timer.watch_groups(parts.groups), parts.routing.kernels
-    with_mtp, movable = options.draft_choices.most > 0, can_move(options, groups.dims)
+    movable = can_move(options, groups.dims)
     placements = place_experts(
         options,
         parts.config,

@@ -132,7 +132,6 @@ class RunningRequests:
         self._num_steps = self._num_bound = self._num_ended = self._num_failed = 0
         self._tokens = _Tokens(sampling.vocab_size, generator)
         self._num_requests = 0
-        self._num_given = self._num_taken = 0
         # Two steps may be launched before one is read.
         most = output_len + 3 * (rows_each - 1)
         counts = [num_blocks_of(context, most, block_size) for context in contexts]
@@ -184,11 +183,6 @@ class RunningRequests:
         """The same step without taking it: nothing may be launched that is not read."""
         return [ScheduledRequest(place.request, 1) for place in self._places]
 
-    @property
-    def tokens_each(self) -> float:
-        """Tokens that a step gave a request, in the mean of all steps so far."""
-        return self._num_given / max(self._num_taken, 1)
-
     def take(self, results: Iterable[StepResult]) -> None:
         """Give a step's tokens to its requests, in the order of the steps."""
         said: list[int] = []
@@ -202,8 +196,6 @@ class RunningRequests:
             request.num_launched_tokens -= 1
             request.num_computed_tokens += len(tokens)
             request.output_token_ids += tokens
-            self._num_given += len(tokens)
-            self._num_taken += 1
         if self._hear is not None:
             self._hear(said)
 

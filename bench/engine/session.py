@@ -21,12 +21,13 @@ from bench.engine.routing import (
 from bench.experts.skew import log_likelihoods
 from engine.boot.build import build_kv_pool
 from engine.boot.experts import moe_layers
+from engine.boot.make_runner import make_runner
 from engine.execution import Execution
 from engine.memory.kv_pool import KVPool
+from engine.options import EngineOptions
 from engine.parallel.groups import agree_on_epoch
 from engine.parallel.lockstep import Lockstep, Rider, SoloLockstep, create_lockstep
 from engine.runner import ModelRunner
-from engine.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ def open_session(
     setup: Setup,
     *,
     num_blocks: int,
-    kv_dtype: torch.dtype | None,
+    options: EngineOptions,
     max_tokens: int,
     num_rows: int | None = None,
 ) -> Session:
@@ -99,7 +100,7 @@ def open_session(
         rank: the model.
         setup: says who chooses experts.
         num_blocks: of the pool, block 0 included; ranks may differ.
-        kv_dtype: of the pool; None for the model's.
+        options: of the engine: the pool's numbers, and what runs behind a step.
         max_tokens: most tokens of a step on this rank, padding included.
         num_rows: of every step, those that are no padding; None where there is none.
     """
@@ -109,10 +110,10 @@ def open_session(
     rank.routing.tables = make_tables(rank, setup, max_tokens, num_rows)
     # What is counted there is read, and not only paid for.
     rank.routing.counts_tables = setup.routing is Routing.SKEWED or rank.moves is not None
-    pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=kv_dtype)
+    pool = build_kv_pool(rank.model, num_blocks, block_size=BLOCK_SIZE, dtype=options.kv.dtype)
     return Session(
         rank=rank,
-        runner=ModelRunner(rank.model, _fill(pool), Sampler(rank.measured.config.vocab_size)),
+        runner=make_runner(rank.model, _fill(pool), options),
         epoch=agree_on_epoch(rank.everyone),
     )
 

@@ -159,6 +159,9 @@ class BenchSteps:
         """A measurement in which a step failed is none."""
         raise error
 
+    def answer(self, plan: StepWork, results: Sequence[StepResult], seconds: float) -> None:
+        """Nobody waits for tokens."""
+
     def book(
         self, plan: StepWork, results: Sequence[StepResult], seconds: float, idle_s: float | None
     ) -> None:
@@ -168,6 +171,8 @@ class BenchSteps:
             idle_s=idle_s,
             num_requests=len(plan.scheduled),
             num_positions=sum(item.end for item in plan.scheduled),
+            # Invented weights may give no usable logits; the step was the same work.
+            num_tokens=sum(max(len(result.tokens), 1) for result in results),
         )
         self._source.take(results)
 

@@ -73,6 +73,7 @@ class Measurement:
         idle_s: that the device idled right before each, where that is known.
         mean_context: positions that a request attended to, in the mean over requests and steps; 0
             where this rank had none.
+        tokens_each: that a step gave a request, in the same mean.
     """
 
     first_step: int = 0
@@ -80,6 +81,7 @@ class Measurement:
     step_s: tuple[float, ...]
     idle_s: tuple[float, ...]
     mean_context: float
+    tokens_each: float
 
     @property
     def num_steps(self) -> int:
@@ -120,7 +122,7 @@ class StepTimes:
         self._num_warm_ups = 0
         self._moments: list[float] = []
         self._idle: list[float] = []
-        self._num_requests = self._num_positions = 0
+        self._num_requests = self._num_positions = self._num_tokens = 0
         self.began = threading.Event()
         """The warm-up is over."""
         self.enough = threading.Event()
@@ -133,6 +135,7 @@ class StepTimes:
         idle_s: float | None = None,
         num_requests: int = 0,
         num_positions: int = 0,
+        num_tokens: int = 0,
     ) -> None:
         """A step ended.
 
@@ -141,6 +144,7 @@ class StepTimes:
             idle_s: how long the device idled before it, if known.
             num_requests: of the step.
             num_positions: that they attended to, together.
+            num_tokens: that it gave them, together.
         """
         if not self._moments:
             self._warm_up(moment)
@@ -148,6 +152,7 @@ class StepTimes:
         self._moments.append(moment)
         self._num_requests += num_requests
         self._num_positions += num_positions
+        self._num_tokens += num_tokens
         if idle_s is not None:
             self._idle.append(idle_s)
         lasted = moment - self._moments[0]
@@ -165,6 +170,7 @@ class StepTimes:
             step_s=distances,
             idle_s=tuple(self._idle),
             mean_context=self._num_positions / max(self._num_requests, 1),
+            tokens_each=self._num_tokens / max(self._num_requests, 1),
         )
 
     def _warm_up(self, moment: float) -> None:

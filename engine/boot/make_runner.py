@@ -7,8 +7,8 @@ from typing import cast
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import DraftingModel, ServedModel
 from engine.options import ChunkSteps, EngineOptions
-from engine.prompt_drafts import PromptDrafts
-from engine.runner import ModelRunner
+from engine.prompt_drafts import LayerKV, PromptDrafts
+from engine.runner import BehindSteps, ModelRunner
 from engine.sampling.sampler import Sampler
 
 
@@ -17,13 +17,14 @@ def make_runner(model: ServedModel, kv_pool: KVPool, options: EngineOptions) -> 
 
     Steps of one token each have drafts of their own (`engine.graphs.step_graphs`).
     """
-    sampler, drafts = Sampler(model.config.vocab_size), None
-    if model.with_mtp and isinstance(options.steps, ChunkSteps):
-        drafts = PromptDrafts(
-            model=cast(DraftingModel, model),  # it was built with the layer
-            kv_pool=kv_pool,
-            sampler=sampler,
-            group=model.groups.tp_group,
-        )
+    sampler = Sampler(model.config.vocab_size)
+    drafts: BehindSteps | None = None
+    if model.with_mtp:
+        drafting = cast(DraftingModel, model)  # it was built with the layer
+        if isinstance(options.steps, ChunkSteps):
+            group = model.groups.tp_group
+            drafts = PromptDrafts(model=drafting, kv_pool=kv_pool, sampler=sampler, group=group)
+        else:
+            drafts = LayerKV(model=drafting, kv_pool=kv_pool)
     in_group = model.groups.dims.world_size > 1
     return ModelRunner(model, kv_pool, sampler, in_group=in_group, drafts=drafts)

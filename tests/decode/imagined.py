@@ -73,6 +73,9 @@ class ContextStep:
     ) -> None:
         self.requests, self.tokens, self.is_awaited = requests, tokens, is_awaited
 
+    def collect_sampled(self) -> list[StepResult] | None:
+        return None
+
     def collect(self) -> list[StepResult]:
         self.is_awaited.set()
         return [

@@ -94,6 +94,9 @@ class DeviceStep:
     is_over: bool = False
     idle_s: float | None = None
 
+    def collect_sampled(self) -> list[StepResult] | None:
+        return None
+
     def collect(self) -> list[StepResult]:
         while not self.is_over:
             self.device.run_next()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
 from decode.border import Border
 from decode.places import Places
 from engine.request import num_blocks_for
+from engine.sampling.inputs import SampledToken
 from kv_transfer.metadata import NO_DRAFT
 from runtime.errors import LayoutMismatchError
 from tests.decode.helpers import BLOCK_SIZE
@@ -45,6 +47,23 @@ def test_blocks_for_drafts_come_behind_those_of_the_prompt(num_prompt: int) -> N
     # The last token at position `num_prompt`, and three drafts behind it.
     assert len(table) == num_blocks_for(num_prompt + 4, BLOCK_SIZE)
     assert len(set(table)) == len(table)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_block_is_findable_before_its_tokens_count(seed: int) -> None:
+    """KV of drafts that were wrong would answer another prompt."""
+    bench, draw = Bench(num_usable=24, num_drafts=3, caching=True), Random(seed)
+    request = bench.reserve(BLOCK_SIZE + 1, max_tokens=10 * BLOCK_SIZE)
+    bench.arrive(request)
+    inner, num_steps = request.request, 0
+    while (plan := bench.rank.plan_step()).requests:
+        tokens = [SampledToken(draw.randrange(VOCAB_SIZE)) for _ in range(draw.randint(1, 4))]
+        bench.rank.complete_step(plan, [tuple(tokens)])
+        num_steps += 1
+        if inner.block_table:
+            hashes = inner.update_block_hashes(BLOCK_SIZE)
+            assert bench.pool.count_prefix(hashes) == inner.num_computed_tokens // BLOCK_SIZE
+    assert num_steps < 10 * BLOCK_SIZE - 1, "steps gave several tokens"
 
 
 @pytest.mark.parametrize("first_draft", [NO_DRAFT, VOCAB_SIZE, 2**31 - 1, 0, VOCAB_SIZE - 1])

@@ -42,6 +42,9 @@ class FakePending:
     def __init__(self, runner: FakeRunner, results: list[StepResult]) -> None:
         self._runner, self._results = runner, results
 
+    def collect_sampled(self) -> list[StepResult] | None:
+        return None
+
     def collect(self) -> list[StepResult]:
         self._runner.num_in_flight -= 1
         return self._results

@@ -22,19 +22,27 @@ from engine.sampling.inputs import SampledToken
 from runtime.sampling import SamplingParams
 
 SIZES = batch_buckets(256)
-H200 = {1: 27.0, 8: 29.3, 32: 30.95, 64: 32.6, 128: 41.1, 256: 55.4}
-"""Milliseconds of a step without drafts, by requests."""
+H200 = {
+    1: (14.5, 19.6, 22.9, 26.2),
+    8: (27.3, 30.1, 31.8, 33.5),
+    32: (30.0, 32.7, 40.1, 43.0),
+    64: (31.6, 41.3, 49.5, 56.8),
+    128: (39.7, 56.3, 71.1, 88.9),
+    256: (53.8, 87.5, 119.1, 150.7),
+}
+"""Milliseconds of a step by requests and drafts, as recorded in
+`bench/results/2026-11-23-drafts-auto-1xh200.md`; two drafts of 1, 8 and 256 were not, and lie
+between their neighbours here."""
 
 
 def step_s(num_requests: int, num_drafts: int) -> float:
-    """What a step takes on that GPU, roughly: as one of as many rows, and the layer's runs."""
-    rows = num_requests * (1 + num_drafts)
-    known = sorted(H200.items())
-    milliseconds = known[-1][1] * rows / known[-1][0]
-    for (low, at_low), (high, at_high) in pairwise(known):
-        if low <= rows <= high:
-            milliseconds = at_low + (at_high - at_low) * (rows - low) / (high - low)
-    return (milliseconds + 0.9 * num_drafts) / 1e3
+    """What a step takes on that GPU; between two recorded sizes, what lies between."""
+    sizes = list(H200)
+    low = max(size for size in sizes if size <= num_requests)
+    high = min(size for size in sizes if size >= num_requests)
+    at_low, at_high = H200[low][num_drafts], H200[high][num_drafts]
+    share = (num_requests - low) / max(high - low, 1)
+    return (at_low + (at_high - at_low) * share) / 1e3
 
 
 def all_costs(choices: DraftChoices) -> dict[int, list[float]]:
@@ -58,6 +66,7 @@ class Group:
     shares: Sequence[float]
     random: Random
     noise: float = 0.02
+    speed: float = 1.0
     num_tokens: int = 0
     seconds: float = 0.0
     numbers: list[int] = field(default_factory=list)
@@ -73,22 +82,26 @@ class Group:
             budget.hear(rows, most)
         (num_drafts,) = {budget.num_drafts for budget in self.budgets}
         self.numbers.append(num_drafts)
-        seconds = step_s(most, num_drafts)
+        seconds = step_s(most, num_drafts) / self.speed
         for budget, requests in zip(self.budgets, self.requests, strict=True):
             launched = budget.launch()
             if not requests:
                 continue
-            results = [self._result(one, min(self.made, num_drafts)) for one in requests]
+            results = [self._result(one, num_drafts) for one in requests]
             self.num_tokens += sum(len(result.tokens) for result in results)
             late = self.random.uniform(1 - self.noise, 1 + self.noise)
             budget.book(launched, results, seconds * late)
         self.seconds += seconds
         self.made = num_drafts
 
-    def _result(self, request: Request, num_verified: int) -> StepResult:
-        more = (SampledToken(0),) * self._num_right(num_verified)
+    def _result(self, request: Request, num_drafts: int) -> StepResult:
+        num_verified = min(self.made, num_drafts)
         return StepResult(
-            request=request, sampled=SampledToken(0), more=more, num_verified=num_verified
+            request=request,
+            sampled=SampledToken(0),
+            more=(SampledToken(0),) * self._num_right(num_verified),
+            num_verified=num_verified,
+            max_drafts=num_drafts,
         )
 
     def _num_right(self, verified: int) -> int:
@@ -140,6 +153,27 @@ def test_it_is_within_three_percent_of_the_best_number(
         group.step()
     most = DraftChoices.up_to(3, max_rows=768).of(num_requests)[-1]
     assert group.num_tokens / group.seconds > 0.97 * best_rate(num_requests, shares, most)
+
+
+@pytest.mark.parametrize("num_requests", [1, 8, 32, 64, 128, 256])
+@pytest.mark.parametrize("errors", [(0.97, 0.95, 0.93, 0.9), (1.0, 1.02, 1.05, 1.1)])
+def test_a_device_that_slows_down_and_a_table_that_is_off_do_not_mislead_it(
+    num_requests: int, errors: tuple[float, ...]
+) -> None:
+    """The table is of a cool device, of shorter contexts and of greedy rows."""
+    choices = DraftChoices.up_to(3, max_rows=1024)
+    costs = {
+        size: [cost * error for cost, error in zip(row, errors, strict=False)]
+        for size, row in all_costs(choices).items()
+    }
+    shares = (0.85,) * 3
+    group = make_group([num_requests], shares, max_rows=1024, costs=costs)
+    for turn in range(400):
+        group.speed = 1.0 + 0.08 * max(0.0, 1 - turn / 60)
+        if turn == 100:
+            group.num_tokens, group.seconds = 0, 0.0
+        group.step()
+    assert group.num_tokens / group.seconds > 0.97 * best_rate(num_requests, shares, 3)
 
 
 @pytest.mark.parametrize("num_requests", [8, 64])
@@ -207,7 +241,7 @@ def test_noise_does_not_make_it_flap() -> None:
         budget.hear([[*expected, 0, 0, 0]], 16)
         numbers.append(budget.num_drafts)
     switches = sum(one != other for one, other in pairwise(numbers))
-    assert switches <= 2 * (2000 // 256) + 2, "trials, and the first one"
+    assert switches <= 2 * (3 + 2000 // 256) + 2, "trials, and the first one"
 
 
 def test_a_step_that_has_become_too_large_has_fewer_drafts_at_once() -> None:
@@ -244,6 +278,20 @@ def test_a_step_whose_requests_had_no_drafts_is_no_evidence() -> None:
         budget.book(budget.launch(), [result], 0.03)
     budget.plan([request])
     assert budget.say()[1] == before
+
+
+def test_a_step_that_was_not_of_fixed_shape_says_nothing_of_costs() -> None:
+    """It has no drafts, whatever the group agreed on, and is launched one kernel at a time."""
+    choices = DraftChoices.up_to(1, max_rows=0)
+    budget = DraftBudget(choices, SIZES, all_costs(choices))
+    (request,) = make_requests(1)
+    budget.hear([[1000, 1900, 0, 0, 0]], 1)
+    step = budget.launch()
+    assert step.num_drafts == 1
+    for max_drafts, told in (0, [0, 0, 0]), (1, [1, 1, 90_000]):
+        result = StepResult(request=request, sampled=SampledToken(0), max_drafts=max_drafts)
+        budget.book(step, [result], 0.09)
+        assert budget.say()[-3:] == told
 
 
 @given(
@@ -298,7 +346,28 @@ def test_costs_never_fall_with_rows(rows: list[list[float]]) -> None:
     )
 
 
-def test_costs_follow_the_steps_and_a_number_that_is_not_run_drifts_along() -> None:
+def test_what_slows_all_numbers_down_does_not_speak_against_the_one_that_runs() -> None:
+    costs = StepCosts({8: [1.0, 1.5, 1.9]})
+    for turn in range(100):
+        costs.observe(8, 1, 1.5 * (1 + 0.002 * turn))
+    assert costs.of(8) == pytest.approx([1.2, 1.8, 2.28], rel=0.04)
+    for _ in range(3):
+        costs.observe(8, 2, 2.0)
+    after = costs.of(8)
+    assert after[2] == pytest.approx(2.0, rel=0.02), "its own part is learned in a few steps"
+    assert after[:2] == pytest.approx([1.2, 1.8], rel=0.04), "which says nothing of the others"
+
+
+def test_what_is_wrong_of_a_number_is_taken_to_be_so_of_larger_ones() -> None:
+    costs = StepCosts({8: [1.0, 2.0, 3.0]})
+    for _ in range(5):
+        costs.observe(8, 0, 1.0)
+    for _ in range(5):
+        costs.observe(8, 1, 1.6)
+    assert costs.of(8) == pytest.approx([1.0, 1.6, 2.4], rel=0.03)
+
+
+def test_costs_follow_the_steps_and_a_number_that_is_not_run_goes_along() -> None:
     costs = StepCosts({8: [1.0, 1.5], 16: [1.2, 2.0]})
     for _ in range(2000):
         costs.observe(8, 0, 0.03)

@@ -125,6 +125,24 @@ def test_chunks_of_any_mix_draft_what_whole_prompts_do(
         torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-4)
 
 
+def test_tokens_are_there_before_their_drafts(model: DeepseekV3ForCausalLM) -> None:
+    """Read in two parts a step gives what it gives in one; where nothing samples there is one."""
+    prefill, tokens = Prefill(model), list(range(20))
+    apart, whole = (request_of(tokens, SAMPLINGS[1], first) for first in (1, 4))
+    begun = prefill.runner.launch([ScheduledRequest(apart, 12)])
+    assert begun.collect_sampled() is None
+    begun.collect()
+    apart.num_computed_tokens = 12
+    pending = prefill.runner.launch([ScheduledRequest(apart, 8)])
+    sampled = pending.collect_sampled()
+    assert sampled is not None
+    assert sampled[0].draft is None
+    [result] = pending.collect()
+    [expected] = prefill.step((whole, 20))
+    assert result.sampled == sampled[0].sampled == expected.sampled
+    assert result.draft == expected.draft is not None
+
+
 @pytest.mark.parametrize(
     ("num_prompt", "num_cached"), [(128, 64), (129, 128), (127, 64), (150, 128)]
 )

@@ -75,6 +75,9 @@ class LaggingStep:
     noted: list[Noted]
     idle_s: float | None = None
 
+    def collect_sampled(self) -> list[StepResult] | None:
+        return None
+
     def collect(self) -> list[StepResult]:
         """Wait for it."""
         results = self.done.result(60).collect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.constraint.step_masks import take_sampled
 from engine.pending_step import StepResult
@@ -171,13 +171,21 @@ class FakePending:
         self.num_polls -= 1
         return self.num_polls < 0
 
+    def collect_sampled(self) -> list[StepResult] | None:
+        if not self.runner.drafts:
+            return None
+        self.runner.log.append(f"sampled {self.number}")
+        return self.results
+
     def collect(self) -> list[StepResult]:
+        self.runner.at_collect()
         if self.runner.running is not None and self.number in self.runner.running:
             self.runner.log.append(f"wait {self.number}")
             self.runner.running.discard(self.number)
         self.runner.log.append(f"collect {self.number}")
         raise_next(self.runner.unread)
-        return self.results
+        draft = self.runner.drafts or None
+        return [replace(one, draft=draft if one.sampled else None) for one in self.results]
 
 
 @dataclass
@@ -185,7 +193,8 @@ class FakeRunner:
     """Samples FIRST_TOKEN for every request whose prompt is complete.
 
     `log` tells launches and collects in order; `num_polls` and `idle_s` are those of every step.
-    `at_layer` is called with step and layer in the middle of a launch.
+    `at_layer` is called with step and layer in the middle of a launch, `at_collect` where a whole
+    step is waited for. With `drafts` that token is drafted behind every first one.
     """
 
     num_layers: int = 3
@@ -201,6 +210,8 @@ class FakeRunner:
     idle_s: float | None = None
     running: set[int] | None = None
     at_layer: Callable[[int, int], None] = lambda step, layer: None
+    at_collect: Callable[[], None] = lambda: None
+    drafts: int = 0
     log: list[str] = field(default_factory=list)
 
     def run_dummy(self) -> None:

@@ -61,6 +61,9 @@ class _Hanging:
     def is_done(self) -> bool:
         return self._runner.release.is_set()
 
+    def collect_sampled(self) -> list[StepResult] | None:
+        return None
+
     def collect(self) -> list[StepResult]:
         self._runner.release.wait(TIMEOUT_S)
         return self._pending.collect()

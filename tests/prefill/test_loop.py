@@ -149,8 +149,36 @@ def test_a_request_is_answered_before_it_is_sent_and_ends_when_it_is_drained() -
     bench.assert_over()
 
 
-def test_a_first_token_that_ends_the_request_stops_the_sender() -> None:
+@pytest.mark.parametrize("max_ahead", [0, 1])
+def test_first_tokens_leave_before_the_drafts_behind_them_are_made(max_ahead: int) -> None:
+    """The layer for drafts still runs then; the record waits for what it drafts."""
+    bench = Bench(max_ahead=max_ahead)
+    bench.runner.drafts = 41
+    waits: list[tuple[int, int]] = []
+    bench.runner.at_collect = lambda: waits.append(
+        (len(bench.of_type(FirstTokenSampled)), len(bench.sender.records))
+    )
+    sampling = SamplingParams(num_prompt_logprobs=0)
+    item = bench.add(make_item(1, 10, sampling=sampling))
+    bench.turn(steps=4)
+    assert waits == [(0, 0), (1, 0)], "of the prompt's two steps, and of nothing else"
+    (token,) = bench.events
+    assert isinstance(token, FirstTokenSampled)
+    assert len(token.prompt_logprobs) == 9
+    assert item.request.output_token_ids == [FIRST_TOKEN]
+    record = bench.sender.records[1]
+    assert record is not None
+    assert (record.first_token, record.first_draft) == (FIRST_TOKEN, 41)
+    assert bench.runner.log[-2:] == ["sampled 1", "collect 1"]
+    bench.drain()
+    assert outcome(bench) is ClosureOutcome.SENT
+    bench.assert_over()
+
+
+@pytest.mark.parametrize("drafts", [0, 41])
+def test_a_first_token_that_ends_the_request_stops_the_sender(drafts: int) -> None:
     bench = Bench()
+    bench.runner.drafts = drafts
     sampling = SamplingParams(stop_token_ids=(FIRST_TOKEN,), max_tokens=9)
     bench.add(make_item(1, sampling=sampling))
     bench.turn()

@@ -39,6 +39,9 @@ class Done:
     idle_s = None
     is_done = True
 
+    def collect_sampled(self) -> list[StepResult] | None:
+        return None
+
     def collect(self) -> list[StepResult]:
         self.read()
         return []
@@ -95,6 +98,9 @@ class CountingDriver:
     def give_up(self, plan: Work, error: StepError) -> None:
         self.log.append(f"gave up {plan.num_tokens}")
         self.work.pop(0)
+
+    def answer(self, plan: Work, results: Sequence[StepResult], seconds: float) -> None:
+        self.log.append(f"answered {plan.num_tokens}")
 
     def book(
         self, plan: Work, results: Sequence[StepResult], seconds: float, idle_s: float | None

@@ -190,7 +190,19 @@ def test_a_budget_of_drafts_is_measured_as_in_a_worker(tmp_path: Path) -> None:
     assert sum(by_drafts.values()) >= report["method"]["num_steps"]
     assert set(by_drafts) <= {"0", "1", "2", "3"}
     assert 1.0 <= report["tokens_per_request"] <= 4.0
+    assert report["ranks"][0]["steps_by_drafts"] == by_drafts
     assert any("auto drafts, forced" in note for note in report["notes"])
+
+
+@pytest.mark.slow
+def test_ranks_of_a_group_have_as_many_drafts_and_idle_ones_join(tmp_path: Path) -> None:
+    report = measure(
+        tmp_path, "--dp", "2", "--requests-per-rank", "3,0", "--drafts", "auto", "--accept", "1",
+    )  # fmt: skip
+    first, idle = report["ranks"]
+    assert (first["requests"], idle["requests"]) == (3, 0)
+    assert first["steps_by_drafts"] == idle["steps_by_drafts"]
+    assert sum(first["steps_by_drafts"].values()) >= report["method"]["num_steps"]
 
 
 def test_drafts_have_an_option_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

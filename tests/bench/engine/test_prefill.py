@@ -9,6 +9,7 @@ import pytest
 from bench.engine.options import PrefillOptions, Setup
 from bench.engine.prefill import rows_without_padding
 from deploy.cli import main
+from engine.prompt_drafts import PromptDrafts
 
 COMMAND = ["bench", "prefill", "--device", "cpu", "--model-shape", "tiny", "--prompt-len", "32"]
 
@@ -91,6 +92,25 @@ def test_a_rank_alone_in_two_micro_batches_is_refused_as_in_a_cluster(
 ) -> None:
     assert main([*COMMAND, "--batch-tokens", "64", "--set", "prefill.two_batch_overlap=on"]) == 2
     assert "prefill.two_batch_overlap = 'on'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("drafts", ["on", "off"])
+def test_with_the_layer_for_drafts_as_where_decode_has_some(
+    tmp_path: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the worker's own: behind every step, and its KV is the pool's last layer."""
+    run, passes = PromptDrafts.run, []
+
+    def counted(self: PromptDrafts, *arguments: Any) -> Any:
+        passes.append(self.kv_pool.num_mtp_layers)
+        return run(self, *arguments)
+
+    monkeypatch.setattr(PromptDrafts, "run", counted)
+    report = measure(tmp_path, "--drafts", drafts, "--profile", "off")
+    assert report["options"]["drafts"] is (drafts == "on")
+    assert report["ttft_ms"]["p50"] > 0
+    assert set(passes) == ({1} if drafts == "on" else set())
+    assert ("the layer for drafts runs behind every step" in report["notes"]) is (drafts == "on")
 
 
 @pytest.mark.slow

@@ -115,19 +115,42 @@ def test_a_line_comes_after_each_row_and_the_model_is_kept(
 OF_PREFILL = {"short-suffix-four-gpus"}
 
 
-@pytest.mark.parametrize("path", sorted(ROWS.glob("*.txt")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(ROWS.glob("*-gpu*.txt")), ids=lambda path: path.stem)
 def test_the_tables_that_ship_can_be_read(path: Path) -> None:
     found = read_rows(path, [], parse_row)
     assert len(found) >= 4
-    if not path.stem.startswith("experts"):  # there a few seconds suffice until a plan is over
+    if not path.stem.startswith(("experts", "drafts")):  # there a few seconds suffice
         assert all(row.setup.seconds >= 30.0 for row in found), "what a record needs"
+    if path.stem.startswith("drafts"):  # of one role each
+        return
     kinds = {type(row.options) for row in found}
     assert kinds == (
         {PrefillOptions} if path.stem in OF_PREFILL else {DecodeOptions, PrefillOptions}
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "batches"), [("drafts", {32, 64, 128, 256}), ("drafts-four-gpus", {32, 128})]
+)
+def test_every_number_of_drafts_is_compared_at_every_batch(name: str, batches: set[int]) -> None:
+    """In one run, where all have the same room."""
+    found = [row.options for row in read_rows(ROWS / f"{name}.txt", [], parse_row)]
+    decode = [options for options in found if isinstance(options, DecodeOptions)]
+    assert {options.section.max_tokens_per_rank for options in decode} == {1024}
+    pairs = {(options.requests[0], options.drafts) for options in decode}
+    assert pairs == {(batch, drafts) for batch in batches for drafts in (0, 1, 2, 3, "auto")}
+
+
+def test_prompts_are_compared_with_the_layer_for_drafts_and_without() -> None:
+    found = [row.options for row in read_rows(ROWS / "drafts-prefill.txt", [], parse_row)]
+    prompts = [options for options in found if isinstance(options, PrefillOptions)]
+    with_layer = {(one.prompt_len, one.cached_len) for one in prompts if one.drafts}
+    assert with_layer == {(one.prompt_len, one.cached_len) for one in prompts if not one.drafts}
+    assert all(one.ttft for one in prompts)
+
+
 def test_there_are_tables() -> None:
     found = {path.stem for path in ROWS.glob("*.txt")}
-    general = {"one-gpu", "two-gpus", "four-gpus", "eight-gpus"}
-    assert found == general | OF_PREFILL | {"experts-four-gpus", "experts-eight-gpus"}
+    general = {"one-gpu", "two-gpus", "four-gpus", "eight-gpus"} | OF_PREFILL
+    experts = {"experts-four-gpus", "experts-eight-gpus"}
+    assert found == general | experts | {"drafts", "drafts-four-gpus", "drafts-prefill"}

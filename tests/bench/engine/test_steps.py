@@ -52,7 +52,9 @@ class FakeRunner:
             token = SampledToken(1)
             return [StepResult(request=item.request, sampled=token) for item in scheduled]
 
-        return SimpleNamespace(collect=collect, span=None, idle_s=None, is_done=True)
+        return SimpleNamespace(
+            collect_sampled=lambda: None, collect=collect, span=None, idle_s=None, is_done=True
+        )
 
     def run_dummy(self, group_mean: int) -> None:
         self.num_dummies += 1

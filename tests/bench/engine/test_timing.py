@@ -26,7 +26,7 @@ class FakeSpan:
 def gather(distances: list[float], *, warm_up_s: float, seconds: float) -> StepTimes:
     times = StepTimes(warm_up_s=warm_up_s, seconds=seconds)
     for moment in accumulate(distances):
-        times.add(moment, num_requests=2, num_positions=30, idle_s=0.001)
+        times.add(moment, num_requests=2, num_positions=30, num_tokens=5, idle_s=0.001)
     return times
 
 
@@ -41,6 +41,7 @@ def test_what_is_measured_are_whole_steps(distances: list[float]) -> None:
     assert found.seconds == pytest.approx(sum(found.step_s))
     assert found.per_s(7.0) * found.seconds == pytest.approx(7.0 * found.num_steps)
     assert found.mean_context == 15.0
+    assert found.tokens_each == 2.5
     assert len(found.idle_s) == found.num_steps
 
 

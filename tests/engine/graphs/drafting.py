@@ -16,7 +16,7 @@ from engine.memory.kv_pool import KVPool
 from engine.model.spec import DraftingModel, ServedModel
 from engine.parallel.groups import RankGroup
 from engine.pending_step import PendingStep, StepResult
-from engine.prompt_drafts import PromptDrafts
+from engine.prompt_drafts import LayerKV, PromptDrafts
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from engine.sampling.inputs import SampledToken
@@ -117,9 +117,11 @@ class DraftWorker:
             device=self.model.device,
         )
         sampler = Sampler(config.vocab_size)
-        prompts = None
+        prompts = layer_kv = None
+        drafting = cast(DraftingModel, self.model)
+        if num_mtp:
+            layer_kv = LayerKV(model=drafting, kv_pool=self.pool)
         if self.with_prompts:
-            drafting = cast(DraftingModel, self.model)
             prompts = PromptDrafts(
                 model=drafting, kv_pool=self.pool, sampler=sampler, group=RankGroup()
             )
@@ -134,7 +136,8 @@ class DraftWorker:
             use_graphs=self.use_graphs,
         )
         self.graphs.capture()
-        self.steps = GraphRunner(self.runner, self.graphs)
+        plain = ModelRunner(self.model, self.pool, sampler, drafts=layer_kv)
+        self.steps = GraphRunner(plain, self.graphs)
 
     def run(
         self, requests: Sequence[Request], rests: Callable[[Request], bool] = lambda request: False

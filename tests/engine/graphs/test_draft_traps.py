@@ -8,6 +8,7 @@ how many drafts are right behind a hand-over in `tests/integration/test_accept_l
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from engine.batch import ForwardBatch
 from engine.boot.build import build_model
+from engine.draft_choices import DraftChoices
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import ServedModel
 from engine.request import Request
@@ -121,6 +123,32 @@ def test_what_is_switched_off_costs_nothing(model: ServedModel) -> None:
     assert max(rows_of_two) == 2 * NUM_REQUESTS
     assert layer_rows == rows_of_two
     assert len(rows_of_two) < len(rows)
+
+
+def test_another_number_of_drafts_is_another_captured_step_and_never_one_without(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also none, also where steps become larger or smaller: all is there from the start."""
+    draw = Random(4)
+    worker = DraftWorker(
+        model,
+        DraftChoices.up_to(3, max_rows=24),
+        ahead=True,
+        drafter=SelfDrafting(model, misses=3),
+        choose=lambda: draw.randrange(numbers[-1] + 1),
+    )
+    graphs = worker.graphs
+    numbers = graphs.choices.of(NUM_REQUESTS)
+    assert numbers == (0, 1)
+    for size in graphs.buckets:
+        for number in graphs.choices.of(size):
+            for stage in graph_sampler.SamplingStage:
+                assert ((size, number), stage) in graphs._heads
+    monkeypatch.setattr(graphs, "_capture_size", None)
+    monkeypatch.setattr(worker.steps.plain, "launch", None)
+    requests = draw_requests(23, NUM_REQUESTS, vocab_size=model.config.vocab_size)
+    worker.run(requests, lambda request: draw.random() < 0.3)
+    assert {result.max_drafts for result in worker.results[NUM_REQUESTS:]} == {0, 1}
 
 
 @pytest.mark.parametrize("num_drafts", [1, 2])

@@ -111,6 +111,32 @@ def test_the_layer_s_kv_has_no_gap_where_steps_had_no_drafts(model: ServedModel,
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3])
+def test_the_layer_s_kv_has_no_gap_where_steps_were_not_of_fixed_shape(
+    model: ServedModel, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a request with more bias than their tables hold, which rests now and then."""
+
+    def kv_of(*, is_crowded: bool) -> Tensor:
+        monkeypatch.setattr(graph_sampler, "MAX_EDITS", 1 if is_crowded else 320)
+        params = SamplingParams(temperature=0.0, max_tokens=24)
+        bias = replace(params, max_tokens=12, logit_bias={3: 4.0, 77: -5.0})
+        request, other = (
+            Request(request_id="a", prompt_token_ids=[5, 77, 12, 9], sampling=sampling)
+            for sampling in (params, bias)
+        )
+        worker = DraftWorker(model, num_drafts, False, with_prompts=True)
+        draw = random.Random(3)
+        worker.run([request, other], lambda one: one is other and draw.random() < 0.4)
+        layer = worker.pool.layer(worker.pool.num_layers - 1)
+        rows = [
+            layer[one.block_table].flatten(0, 1)[: one.num_tokens - 2] for one in (request, other)
+        ]
+        return torch.cat(rows).clone()
+
+    torch.testing.assert_close(kv_of(is_crowded=True), kv_of(is_crowded=False), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
 def test_a_draft_has_the_noise_the_penalties_and_the_bias_of_its_place(
     model: ServedModel, num_drafts: int
 ) -> None:

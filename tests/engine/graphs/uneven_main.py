@@ -166,7 +166,13 @@ def _book(tokens: list[Any], requests: list[Request]) -> None:
 
 @contextmanager
 def load(
-    checkpoint: Path, groups: ProcessGroups, device: str, *, is_fp8: bool
+    checkpoint: Path,
+    groups: ProcessGroups,
+    device: str,
+    *,
+    is_fp8: bool,
+    max_tokens: int = MAX_NUM_SEQS,
+    with_mtp: bool = False,
 ) -> Iterator[tuple[DeepseekV3ForCausalLM, CountingDispatcher]]:
     """Yield the model with a dispatcher of fixed shapes, or, if not in FP8, of the axes."""
     dtype = torch.bfloat16 if is_fp8 else torch.float32
@@ -182,7 +188,7 @@ def load(
             config=config, groups=groups, kernels=kernels, device=torch.device(device)
         )
         kind = DispatcherKind.NVLINK if device == "cuda" else DispatcherKind.GATHERED
-        opened = choose_dispatcher(experts, kind, max_tokens_per_rank=MAX_NUM_SEQS)
+        opened = choose_dispatcher(experts, kind, max_tokens_per_rank=max_tokens)
         inner, close = opened.dispatcher, opened.close
     else:
         plain = build_model(checkpoint, groups, dtype=dtype)
@@ -194,6 +200,7 @@ def load(
         dtype=dtype,
         device=device,
         load_format=LoadFormat.SAFETENSORS if source is checkpoint else LoadFormat.DUMMY,
+        with_mtp=with_mtp,
         kernels=kernels,
         execution=Execution(dispatcher=counting),
     )
