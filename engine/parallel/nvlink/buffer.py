@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.formats.fp8_rows import Fp8Rows
 from engine.invariants import require_in_turn
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
+from engine.parallel.device_waits import DeviceWaits
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.pending import Deferred, Pending, wait_for
 
@@ -58,7 +59,12 @@ class NvlinkBuffer:
     """See the module; made by `open_nvlink_buffer`."""
 
     def __init__(
-        self, shape: NvlinkShape, exchange: Exchange, close: Callable[[], None] = lambda: None
+        self,
+        shape: NvlinkShape,
+        exchange: Exchange,
+        close: Callable[[], None] = lambda: None,
+        *,
+        waits: DeviceWaits | None = None,
     ) -> None:
         """Begin with no transfer under way.
 
@@ -66,9 +72,11 @@ class NvlinkBuffer:
             shape: equal on all ranks.
             exchange: of this rank.
             close: gives the memory back; all ranks together, with no transfer under way.
+            waits: reads what is recorded of transfers; None where nothing is.
         """
         self.shape = shape
         self.close = close
+        self.waits = waits
         self._exchange = exchange
         self._under_way = ""
 
