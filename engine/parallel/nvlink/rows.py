@@ -173,8 +173,7 @@ def _receive_rows(
         tl.store(num_rows + experts, total, mask=experts < L)
         tl.store(state, number)
         if SLOTS:
-            words = record.to(tl.pointer_type(tl.int64))
-            tl.store(words + 1, tl.sum(total, axis=0).to(tl.int64))
+            tl.store(record.to(tl.pointer_type(tl.int64)) + 1, tl.sum(total, axis=0).to(tl.int64))
     num_tokens = tl.load(tallies + source * (L + 1) + L)
     columns = tl.arange(0, C)
     groups = tl.arange(0, G)
@@ -277,16 +276,7 @@ def receive_rows(window: Window, expected_rows: int) -> ReceivedRows:
     num_programs = min(shape.max_tokens_per_rank, RECEIVERS // shape.num_ranks)
     _receive_rows(
         (num_programs, shape.num_ranks),
-        (
-            window.bases,
-            window.state,
-            window.ring_or_any,
-            data.view(torch.int32),
-            scale,
-            num_rows,
-            places,
-            weights,
-        ),
+        (*window.memory, data.view(torch.int32), scale, num_rows, places, weights),
         (),
         (window.rank,),
         (
@@ -299,8 +289,7 @@ def receive_rows(window: Window, expected_rows: int) -> ReceivedRows:
             next_power_of_2(num_groups),
             next_power_of_2(num_local),
             next_power_of_2(shape.top_k),
-            window.wait_seconds,
-            window.num_slots,
+            *window.waiting,
             DISPATCH,
         ),
     )

@@ -107,6 +107,20 @@ def record_of(ring, number, is_told, NUM_RANKS: tl.constexpr, SLOTS: tl.constexp
 
 
 @triton.jit
+def _look_once(counters, target, header, record, NUM_RANKS: tl.constexpr):
+    """Do what the interpreter can: nobody waits, and for want of a clock the header is the time."""
+    lanes = tl.arange(0, _LANES)
+    is_source = lanes < NUM_RANKS
+    raised = tl.load((counters + lanes * 4).to(tl.pointer_type(tl.int32)), mask=is_source, other=0)
+    missing = tl.where(is_source, raised - target, 0)
+    assert tl.max(tl.abs(missing), axis=0) == 0, "not all ranks have sent"
+    words = record.to(tl.pointer_type(tl.int64))
+    tl.store(words, header, mask=record != 0)
+    for word in tl.static_range(2, 4):
+        tl.store(words + 2 * lanes + word, header, mask=is_source & (record != 0))
+
+
+@triton.jit
 def await_all(
     base, number, record,
     KIND: tl.constexpr, NUM_RANKS: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr,
@@ -129,18 +143,7 @@ def await_all(
     # Of the transfers of this parity, this is number (number + 1) // 2.
     target = ((number + 1) // 2 * UNITS).to(tl.int32)
     if IS_INTERPRETED:
-        lanes = tl.arange(0, _LANES)
-        raised = tl.load(
-            (counters + lanes * 4).to(tl.pointer_type(tl.int32)), mask=lanes < NUM_RANKS, other=0
-        )
-        missing = tl.where(lanes < NUM_RANKS, raised - target, 0)
-        assert tl.max(tl.abs(missing), axis=0) == 0, "not all ranks have sent"
-        if SLOTS:  # nobody waits, and there is no clock: the number stands for the time
-            words = record.to(tl.pointer_type(tl.int64))
-            tl.store(words, number * 2 + KIND, mask=record != 0)
-            mask = (lanes < NUM_RANKS) & (record != 0)
-            for word in tl.static_range(2):
-                tl.store(words + 2 + 2 * lanes + word, number, mask=mask)
+        _look_once(counters, target, number * 2 + KIND, record, NUM_RANKS)
     elif SLOTS:
         tl.inline_asm_elementwise(
             _RECORDED,

@@ -171,14 +171,7 @@ def receive_sums(window: Window, ids_TK: Tensor, own_TD: Tensor | None) -> Tenso
     # Without tokens a program waits all the same: what is sent next relies on it.
     _receive_sums(
         (max(1, num_tokens), ceil_div(size, block)),
-        (
-            ids_TK,
-            out if own_TD is None else own_TD.contiguous(),
-            out,
-            window.bases,
-            window.state,
-            window.ring_or_any,
-        ),
+        (ids_TK, out if own_TD is None else own_TD.contiguous(), out, *window.memory),
         (),
         (window.rank, num_tokens),
         (
@@ -193,8 +186,7 @@ def receive_sums(window: Window, ids_TK: Tensor, own_TD: Tensor | None) -> Tenso
             UNITS,
             block,
             own_TD is not None,
-            window.wait_seconds,
-            window.num_slots,
+            *window.waiting,
             COMBINE,
         ),
     )

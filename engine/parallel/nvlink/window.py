@@ -35,14 +35,14 @@ class Window:
     ring: Tensor | None = None
 
     @property
-    def num_slots(self) -> int:
-        """Of the ring; 0 without one."""
-        return 0 if self.ring is None else self.ring.shape[0]
+    def memory(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a receive takes: bases, state, and the ring or what is not touched in its place."""
+        return self.bases, self.state, self.state if self.ring is None else self.ring
 
     @property
-    def ring_or_any(self) -> Tensor:
-        """The ring, or something else that kernels take for it and do not touch."""
-        return self.state if self.ring is None else self.ring
+    def waiting(self) -> tuple[int, int]:
+        """Its constants: the patience, and the slots of the ring, 0 without one."""
+        return self.wait_seconds, 0 if self.ring is None else self.ring.shape[0]
 
     @classmethod
     def open(
