@@ -283,15 +283,15 @@ class StepLoop(Generic[PlanT]):
     def _take_over_next(self) -> None:
         step = self._in_flight.popleft()
         try:
-            with self.watch(f"a {self._options.step} step", step.num_tokens):
+            waits_on = self.watch(f"a {self._options.step} step", step.num_tokens)
+            with waits_on, self._options.device_wait():
                 results = step.pending.collect()
         except StepError as error:
             self._give_up(step.plan, error)
             return
         self._failures.num_steps = 0
         now = self._clock()
-        seconds = now - max(step.launched_at, self._taken_over_at)
-        self._taken_over_at = now
+        seconds, self._taken_over_at = now - max(step.launched_at, self._taken_over_at), now
         idle_s = step.pending.idle_s if step.follows else None
         self._driver.book(step.plan, results, seconds, idle_s)
 
