@@ -25,6 +25,7 @@ from engine.execution import Execution
 from engine.memory.kv_pool import KVPool
 from engine.parallel.groups import agree_on_epoch
 from engine.parallel.lockstep import Lockstep, Rider, SoloLockstep, create_lockstep
+from engine.parallel.wait_recorder import WaitRecorder
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 
@@ -37,11 +38,13 @@ class Session:
         rank: its model.
         runner: of the model on a pool of its own.
         epoch: the same on all ranks.
+        waits: records the rank's waits for the others; None to record nothing.
     """
 
     rank: RankModel
     runner: ModelRunner
     epoch: int
+    waits: WaitRecorder | None = None
 
     @property
     def is_first(self) -> bool:
@@ -63,7 +66,7 @@ class Session:
         groups = self.rank.groups
         if groups.dims.dp == 1:
             return SoloLockstep(rider)
-        return create_lockstep(groups.ep_group, self.epoch, rider=rider)
+        return create_lockstep(groups.ep_group, self.epoch, self.waits, rider=rider)
 
     def begin_step(self) -> None:
         """Issue what comes before a step: the experts of its tokens, where tables choose them."""
@@ -114,6 +117,7 @@ def open_session(
         rank=rank,
         runner=ModelRunner(rank.model, _fill(pool), Sampler(rank.measured.config.vocab_size)),
         epoch=agree_on_epoch(rank.everyone),
+        waits=rank.waits,
     )
 
 

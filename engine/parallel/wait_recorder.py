@@ -66,7 +66,7 @@ class WaitRecorder:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`clock`: seconds of this rank; others' are never compared with it."""
-        self._flags, self._clock = flags, clock
+        self.flags, self._clock = flags, clock
         self._num_ranks = num_ranks
         self._blocks: tuple[RankBlock, ...] = ()
         self._num_steps = 0
@@ -88,7 +88,7 @@ class WaitRecorder:
 
     def announce(self) -> None:
         """Tell the others that what we owe them is on its way."""
-        self._flags.send()
+        self.flags.send()
 
     @contextlib.contextmanager
     def waiting(self, phase: Phase, *, is_announced: bool = False) -> Iterator[None]:
@@ -104,7 +104,7 @@ class WaitRecorder:
         if phase is Phase.DISPATCH and self._is_first:
             phase, self._is_first = Phase.FIRST, False
         if not is_announced:
-            self._flags.send()
+            self.flags.send()
         ready = self._clock()
         self._step.own_s[phase] += ready - self._left_at
         waits, clock = self._step.waits_s[phase], self._clock
@@ -112,7 +112,7 @@ class WaitRecorder:
         def arrived(source: int) -> None:
             waits[source] += clock() - ready
 
-        self._flags.receive(arrived)
+        self.flags.receive(arrived)
         yield
         self._left_at = self._clock()
 
@@ -157,7 +157,7 @@ class WaitRecorder:
 
     def close(self) -> None:
         """Of the flags, too."""
-        self._flags.close()
+        self.flags.close()
 
     def _new_step(self) -> _Step:
         num_phases = len(Phase)

@@ -77,7 +77,7 @@ class NvlinkBuffer:
         self.shape = shape
         self.close = close
         self.waits = waits
-        self._exchange = exchange
+        self.exchange = exchange
         self._under_way = ""
 
     def start_dispatch(
@@ -92,11 +92,11 @@ class NvlinkBuffer:
         """
         self._send("dispatch")
         num_tokens = topk_ids_TK.shape[0]
-        self._exchange.send_rows(rows, topk_ids_TK.contiguous(), topk_weights_TK.contiguous())
+        self.exchange.send_rows(rows, topk_ids_TK.contiguous(), topk_weights_TK.contiguous())
 
         def receive() -> ReceivedRows:
             self._under_way = ""
-            return self._exchange.receive_rows(self.shape.expected_rows(num_tokens))
+            return self.exchange.receive_rows(self.shape.expected_rows(num_tokens))
 
         return Deferred(receive)
 
@@ -116,11 +116,11 @@ class NvlinkBuffer:
             own: [., D] bfloat16 or None.
         """
         self._send("combine")
-        self._exchange.send_sums(out_LMD, received)
+        self.exchange.send_sums(out_LMD, received)
 
         def receive() -> Tensor:
             self._under_way = ""
-            return self._exchange.receive_sums(topk_ids_TK.contiguous(), wait_for(own))
+            return self.exchange.receive_sums(topk_ids_TK.contiguous(), wait_for(own))
 
         return Deferred(receive)
 
