@@ -82,7 +82,7 @@ def faults_of(*, attention: float, rows: float, link_s: float) -> Sequence[LiveF
         LiveFault(name="attention-of-two", kind=sender, ranks=(0, 2), attention=attention),
         LiveFault(name="rows", kind=SlowKind.RECEIVER, ranks=(3,), rows=rows),
         LiveFault(name="link", kind=SlowKind.LINK, ranks=(1,), source=2, link_s=link_s),
-        LiveFault(name="host", kind=host, ranks=(2,), sleep=0.5),
+        LiveFault(name="host", kind=host, ranks=(2,), sleep=1.5),
         LiveFault(name="host-pauses", kind=host, ranks=(0,), sleep=3.0, every=10),
     )
 

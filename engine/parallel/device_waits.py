@@ -50,6 +50,8 @@ class StepWaits:
         own_s: [P] from the end of a wait to the beginning of the next.
         num_rows: that its experts got.
         num_transfers: that were found.
+        idle_s: that the device stood idle before the step, for want of it; in the own work before
+            the first dispatch.
     """
 
     waits_s: npt.NDArray[np.float64]
@@ -57,6 +59,7 @@ class StepWaits:
     own_s: npt.NDArray[np.float64]
     num_rows: int
     num_transfers: int
+    idle_s: float = 0.0
 
 
 class WaitReading(Protocol):
@@ -73,7 +76,11 @@ class WaitReading(Protocol):
 
 
 class DeviceWaits(Protocol):
-    """What a device records."""
+    """What a device records; on the thread that launches steps."""
+
+    def begin_step(self) -> None:
+        """A step is about to be launched."""
+        ...
 
     def start_reading(self) -> WaitReading:
         """Start to copy out what was recorded, behind all steps that were launched."""

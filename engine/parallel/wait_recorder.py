@@ -6,7 +6,8 @@ the first step after a rest each has slept as long as it liked.
 
 On a GPU the layers' meetings are the device's: it records them, and what it has recorded of a step
 is read when it is on the host, some steps later (`DeviceWaits`). The host's own work is then what
-it does while it does not wait for the device.
+it does while it does not wait for the device; and of that, and of its waits, only as much counts as
+the device stood idle: what a running step hides costs nobody anything.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ class _Step:
         """
         if self.reading is not None:
             found = self.reading.take()
-            self.waits_s += found.waits_s
-            self.own_s += found.own_s
+            # So far there is the host's part alone, of which all is of the first phase.
+            self.waits_s = found.waits_s + np.minimum(self.waits_s, found.idle_s)
+            self.own_s = found.own_s + np.minimum(self.own_s, found.idle_s)
+            idle_s = min(found.idle_s, float(found.own_s[Phase.FIRST]))
+            self.own_s[Phase.FIRST] -= idle_s  # no work of the device
             self.num_rows += found.num_rows
 
 
@@ -154,6 +158,8 @@ class WaitRecorder:
         self._step.counts = self._follows
         self._step.num_tokens = num_tokens
         self._step.num_context_tokens = self.num_context_tokens
+        if has_work and self.device is not None:
+            self.device.begin_step()
 
     def close(self) -> None:
         """Of the flags, too."""

@@ -12,13 +12,14 @@ This rank's own flags are there before it waits, so those say when its wait bega
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies
 from engine.parallel.device_waits import Records, StepSplitter, StepWaits, WaitReading
 
@@ -56,20 +57,28 @@ def records_of(ring: Tensor, rank: int) -> Records:
 
 
 class RingReader:
-    """See `engine.parallel.device_waits.DeviceWaits`; for the thread that launches steps."""
+    """See `engine.parallel.device_waits.DeviceWaits`."""
 
     def __init__(self, ring: Tensor, rank: int) -> None:
         """Read the ring of this rank."""
         self._ring, self._rank = ring, rank
         self._splitter = StepSplitter()
+        self._span: DeviceSpan | None = None
+        self._before: DeviceSpan | None = None
+
+    def begin_step(self) -> None:
+        """See `DeviceWaits`."""
+        self._before, self._span = self._span, DeviceSpan.start(self._ring.device)
 
     def start_reading(self) -> WaitReading:
         """Copy all of the ring, some ten KB."""
         copies = HostCopies(self._ring.device)
         on_cpu = self._ring.device.type == "cpu"
         ring = self._ring.clone() if on_cpu else copies.add(self._ring)
+        if self._span is not None:
+            self._span.end()
         copies.close()
-        return _Reading(ring, copies, self)
+        return _Reading(ring, copies, self, self._span, self._before)
 
     def split(self, ring: Tensor) -> StepWaits:
         """Return what is new in a copy."""
@@ -81,6 +90,8 @@ class _Reading:
     _ring: Tensor
     _copies: HostCopies
     _reader: RingReader
+    _span: DeviceSpan | None
+    _before: DeviceSpan | None
 
     @property
     def is_done(self) -> bool:
@@ -88,4 +99,7 @@ class _Reading:
 
     def take(self) -> StepWaits:
         self._copies.wait()
-        return self._reader.split(self._ring)
+        found = self._reader.split(self._ring)
+        if self._span is None or self._before is None:
+            return found
+        return replace(found, idle_s=self._span.gap_after(self._before))

@@ -117,8 +117,12 @@ class LoneFlags:
 class LateDevice:
     """A device whose records come to the host when a test says so."""
 
-    def __init__(self) -> None:
-        self.started = self.taken = self.done = 0
+    def __init__(self, idle_s: float = 0.0) -> None:
+        self.started = self.taken = self.done = self.begun = 0
+        self.idle_s = idle_s
+
+    def begin_step(self) -> None:
+        self.begun += 1
 
     def start_reading(self) -> "LateReading":
         self.started += 1
@@ -142,7 +146,12 @@ class LateReading:
         waits = np.zeros((3, 2))
         waits[:, 1] = 0.5 * own
         return StepWaits(
-            waits_s=waits, first_s=waits, own_s=own, num_rows=7 * self._number, num_transfers=4
+            waits_s=waits,
+            first_s=waits,
+            own_s=own + np.array([self._device.idle_s, 0.0, 0.0]),
+            num_rows=7 * self._number,
+            num_transfers=4,
+            idle_s=self._device.idle_s,
         )
 
 
@@ -156,8 +165,12 @@ class StandingClock:
         return self.now
 
 
-def test_what_the_device_records_is_added_to_its_step_however_late_it_comes() -> None:
-    clock, device = StandingClock(), LateDevice()
+@pytest.mark.parametrize("idle_s", [0.0, 3e-3, 9e-3])
+def test_what_the_device_records_is_added_to_its_step_however_late_it_comes(
+    idle_s: float,
+) -> None:
+    """The host's work counts as far as the device stood idle, which is no work of its own."""
+    clock, device = StandingClock(), LateDevice(idle_s)
     waits = WaitRecorder(2, LoneFlags(), clock)
     waits.device = device
     for number in range(1, 2 * STEPS_OF_BLOCK + 2):
@@ -176,7 +189,11 @@ def test_what_the_device_records_is_added_to_its_step_however_late_it_comes() ->
     (block,) = waits.blocks
     steps = np.arange(2, STEPS_OF_BLOCK + 2)  # the first follows none
     assert block.own_s == pytest.approx(
-        [1e-3 * np.median(steps) + 4e-3, 2e-3 * np.median(steps), 3e-3 * np.median(steps)]
+        [
+            1e-3 * np.median(steps) + min(idle_s, 4e-3),
+            2e-3 * np.median(steps),
+            3e-3 * np.median(steps),
+        ]
     )
     assert [row[1] for row in block.waits_s] == pytest.approx(
         [0.5e-3 * k * np.median(steps) for k in (1, 2, 3)]
@@ -199,7 +216,7 @@ def test_steps_that_do_not_count_are_read_all_the_same() -> None:
         if has_work:
             waits.launched()
     waits.end_step()
-    assert device.started == device.taken == 4
+    assert device.begun == device.started == device.taken == 4
 
 
 def test_without_records_of_the_device_its_steps_are_the_host_s_own_work() -> None:
