@@ -71,8 +71,10 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
     rank = models.get(options.decode.setup, options.decode.section)
     if rank.waits is None:
         raise ConfigError("set", "decode.record_waits", "nothing is recorded", '"auto"')
+    if rank.measured.config.num_moe_layers < 2:
+        problem = "of one layer with experts nothing is told apart from the work between steps"
+        raise ConfigError("layers", options.decode.setup.layers, problem, "more layers")
     live = LiveRank(options.decode, rank)
-    plain = None
     with live.unrecorded():
         plain = live.capture()
         live.run(plain, num_steps=WARM_UP_STEPS, records=False)

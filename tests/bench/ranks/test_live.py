@@ -74,7 +74,7 @@ def test_a_fault_is_found_among_processes(tmp_path: Path) -> None:
     """All of the benchmark, over gloo: attention of one rank takes five times as long."""
     path = tmp_path / "report.json"
     words = (
-        "--device cpu --model-shape tiny --layers 2 --shard-of 0 --batch 2 --context-lens 64-80 "
+        "--device cpu --model-shape tiny --layers 3 --shard-of 0 --batch 2 --context-lens 64-80 "
         "--turns 1 --seconds 0.1 --quiet 0 --windows 1 --attention 4 --faults attention --json"
     )
     command = [sys.executable, "-m", "bench.ranks.gpus", *words.split(), str(path)]
