@@ -21,7 +21,6 @@ from bench.engine.report import Report
 from bench.engine.timing import StepClock, StepTimes
 from engine.boot.rank import use_device
 from engine.experts.votes import ExpertTurns, StandingExperts
-from engine.operations import do_nothing
 from engine.parallel.lockstep import Lockstep
 from engine.parallel.wait_recorder import WaitRecorder
 from engine.pending_step import PendingStep, StepResult

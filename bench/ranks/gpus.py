@@ -68,7 +68,7 @@ class LiveOptions:
 def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
     """Measure on one rank; the report on rank 0, None on the others."""
     models = RankModels(place)
-    rank = models.get(options.decode.setup, options.decode.section)
+    rank = models.get(options.decode)
     if rank.waits is None:
         raise ConfigError("set", "decode.record_waits", "nothing is recorded", '"auto"')
     if rank.measured.config.num_moe_layers < 2:
