@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 
 import grpc.aio
@@ -164,10 +165,23 @@ class DecodeDriver:
             max_ahead=steps_ahead(section.max_ahead, launch_waits=side.launch_waits),
             limit_s=lambda num_tokens: section.step_timeout_s,
             enter_thread=partial(use_device, side.kv_pool.device),
-            launched=told_of(self._experts),
+            launched=self._behind_steps(),
+            device_wait=nullcontext if side.waits is None else side.waits.device_wait,
             experts=self._moving(),
         )
         return EngineLoop(steps, side.lockstep, options)
+
+    def _behind_steps(self) -> Callable[[], None]:
+        """What the loop calls behind every step: what was counted and recorded is read."""
+        tell, waits = told_of(self._experts), self._side.waits
+        if waits is None:
+            return tell
+
+        def launched() -> None:
+            tell()
+            waits.launched()
+
+        return launched
 
     def _moving(self) -> ExpertTurns:
         """What moves experts between steps, where they may."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -148,6 +149,7 @@ class LoopOptions:
         enter_thread: called first on the loop's thread.
         launched: called on it behind every step of the group, whatever this rank had in it; as
             often on all ranks.
+        device_wait: entered while the thread waits for the end of a step.
         experts: this rank's part in moving them between steps.
         watchdog: how it is noticed that a step takes longer.
         clock: monotonic.
@@ -160,6 +162,7 @@ class LoopOptions:
     limit_s: Callable[[int], float] = lambda num_tokens: 0.0
     enter_thread: Callable[[], None] = lambda: None
     launched: Callable[[], None] = lambda: None
+    device_wait: Callable[[], AbstractContextManager[None]] = nullcontext
     experts: ExpertTurns = field(default_factory=StandingExperts)
     watchdog: WatchdogOptions = field(default_factory=WatchdogOptions)
     clock: Callable[[], float] = time.monotonic

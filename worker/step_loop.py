@@ -294,11 +294,11 @@ class StepLoop(Generic[PlanT]):
         step, before = self._in_flight.popleft(), self._taken_over_at
         watch = partial(self.watch, f"a {self._options.step} step", step.num_tokens)
         try:
-            with watch():
+            with watch(), self._options.device_wait():
                 sampled = step.pending.collect_sampled()
             if sampled is not None:
                 self._driver.answer(step.plan, sampled, step.seconds(self._clock(), before))
-            with watch():
+            with watch(), self._options.device_wait():
                 results = step.pending.collect()
         except StepError as error:
             self._give_up(step.plan, error)

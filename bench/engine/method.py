@@ -105,6 +105,7 @@ def run_steps(
             experts=experts,
         ),
         look=(lambda: read_clocks(uuids)) if session.is_first else dict,
+        waits=session.waits,
     )
     found = times.result() if driver.has_requests else None
     return Run(measurement=found, ends=ends, max_ahead=max_ahead)

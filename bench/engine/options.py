@@ -40,7 +40,7 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
         (
             "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps", "cuda_graphs",
             "overlap_shared_expert", "dependent_launches", "num_redundant_experts", "dispatcher",
-            "max_tokens_per_rank", *_PLACED,
+            "max_tokens_per_rank", "record_waits", *_PLACED,
         )
     ),
 }  # fmt: skip

@@ -13,6 +13,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -32,6 +33,7 @@ from engine.boot.experts import (
 from engine.boot.moves import OpenMoves, can_move, close_of, open_moves
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.boot.rank import choose_max_model_len
+from engine.boot.waits import open_wait_recorder
 from engine.boot.warm_up import Product, warm_up
 from engine.config import DeepseekV3Config
 from engine.data_sheets import find_sheet
@@ -45,7 +47,13 @@ from engine.kernels.create import create_kernels
 from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import EngineOptions, TokenSteps
-from engine.parallel.groups import ProcessGroups, RankGroup, init_process_groups
+from engine.parallel.groups import (
+    ProcessGroups,
+    RankGroup,
+    agree_on_epoch,
+    init_process_groups,
+)
+from engine.parallel.wait_recorder import WaitRecorder
 from engine.streams import Streams
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
@@ -78,6 +86,7 @@ class RankModel:
         placements: of its experts.
         moves: what they move with, where they may.
         experts: whose tokens are counted; None where nothing is.
+        waits: records its waits for the others, as in a worker; None where nothing does.
     """
 
     place: RankPlace
@@ -93,6 +102,7 @@ class RankModel:
     placements: ExpertPlacements
     moves: OpenMoves | None = None
     experts: CountedExperts | None = None
+    waits: WaitRecorder | None = None
 
     @property
     def everyone(self) -> RankGroup:
@@ -208,6 +218,7 @@ class RankModels:
             routing=TableRouting(timer.kernels),
             streams=Streams(device),
             load=load,
+            waits=self._open_waits(options, self._groups),
         )
         built = _build(options, parts, played_ranks=setup.played_ranks, with_mtp=with_mtp)
         say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=self.place.rank)
@@ -224,7 +235,12 @@ class RankModels:
             close_execution=built.opened.close,
             placements=built.placements,
             moves=built.moves,
+            waits=parts.waits,
         )
+
+    def _open_waits(self, options: EngineOptions, groups: ProcessGroups) -> WaitRecorder | None:
+        epoch = agree_on_epoch(groups.tp_group if groups.dims.tp > 1 else groups.ep_group)
+        return open_wait_recorder(options, groups, epoch, self.place.rendezvous)
 
 
 def device_name(device: torch.device) -> str:
@@ -254,6 +270,7 @@ class _Parts:
     routing: TableRouting
     streams: Streams
     load: RecordedLoad | None
+    waits: WaitRecorder | None
 
     @property
     def device(self) -> torch.device:
@@ -293,7 +310,10 @@ def _build(options: EngineOptions, parts: _Parts, *, played_ranks: int, with_mtp
         num_physical_experts=placements.num_physical_experts,
         streams=parts.streams,
         played_ranks=played_ranks,
+        waits=parts.waits,
     )
+    if parts.waits is not None:
+        opened = replace(opened, close=partial(_close_both, opened, parts.waits))
     model = build_model(
         parts.config,
         groups,
@@ -311,6 +331,11 @@ def _build(options: EngineOptions, parts: _Parts, *, played_ranks: int, with_mtp
     free_memory(parts.device)  # what drawing the weights took; the KV pool wants one piece
     moves = open_moves(model, placements, parts.streams) if movable else None
     return _Built(model=model, opened=opened, placements=placements, moves=moves)
+
+
+def _close_both(opened: OpenExecution, waits: WaitRecorder) -> None:
+    opened.close()
+    waits.close()
 
 
 def _make_kernels(config: DeepseekV3Config, device: torch.device) -> Kernels:

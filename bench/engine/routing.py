@@ -16,7 +16,7 @@ is the choice that runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.config import DeepseekV3Config
 from engine.kernels.base import Kernels
+from engine.operations import do_nothing
 from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
 
 MAX_STEPS = 64
@@ -59,6 +60,16 @@ class RoutingTables:
         if len(self._draws) > 1:
             self._step = (self._step + 1) % len(self._draws)
             self._current.copy_(self._draws[self._step])
+
+    @property
+    def draws(self) -> Tensor:
+        """[S, C, T, K] of all steps."""
+        return self._draws
+
+    def redraw(self, draws_SCTK: Tensor) -> None:
+        """Go on with other tables, as large ones."""
+        assert draws_SCTK.shape == self._draws.shape, draws_SCTK.shape
+        self._draws = draws_SCTK
 
     def take(self, num_tokens: int, bias_E: Tensor | None = None) -> Tensor:
         """The experts of the next call, [num_tokens, K] int64; `bias_E` is that of its gate."""
@@ -113,6 +124,7 @@ class TableRouting:
         tables: in use; None for the router's own choice.
         counts_tables: whether gates count the choice of the tables, not the one they replace.
         kernels: the same as were given, with another choice of experts; use as the model's.
+        before: called where experts of a layer are chosen, before tokens travel.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -121,6 +133,7 @@ class TableRouting:
         self.kernels = replace(kernels, ops=ops)
         self.tables: RoutingTables | None = None
         self.counts_tables = False
+        self.before: Callable[[], None] = do_nothing
 
     def _choose_by_tables(
         self,
@@ -135,6 +148,7 @@ class TableRouting:
         Those are counted, too: counting costs what it does in a worker. Where `counts_tables`, the
         tables' are counted instead, by two kernels more in a layer.
         """
+        self.before()
         tables, is_told = self.tables, self.tables is not None and self.counts_tables
         counted_C = None if is_told else load_C
         ids_TK, weights_TK = self._choose(logits_TE, bias_E, rule, num_rows, counted_C)

@@ -27,6 +27,7 @@ from engine.memory.kv_pool import KVPool
 from engine.options import EngineOptions
 from engine.parallel.groups import agree_on_epoch
 from engine.parallel.lockstep import Lockstep, Rider, SoloLockstep, create_lockstep
+from engine.parallel.wait_recorder import WaitRecorder
 from engine.runner import ModelRunner
 
 
@@ -38,11 +39,13 @@ class Session:
         rank: its model.
         runner: of the model on a pool of its own.
         epoch: the same on all ranks.
+        waits: records the rank's waits for the others; None to record nothing.
     """
 
     rank: RankModel
     runner: ModelRunner
     epoch: int
+    waits: WaitRecorder | None = None
 
     @property
     def is_first(self) -> bool:
@@ -64,7 +67,7 @@ class Session:
         groups = self.rank.groups
         if groups.dims.dp == 1:
             return SoloLockstep(rider)
-        return create_lockstep(groups.ep_group, self.epoch, rider=rider)
+        return create_lockstep(groups.ep_group, self.epoch, self.waits, rider=rider)
 
     def begin_step(self) -> None:
         """Issue what comes before a step: the experts of its tokens, where tables choose them."""
@@ -115,6 +118,7 @@ def open_session(
         rank=rank,
         runner=make_runner(rank.model, _fill(pool), options),
         epoch=agree_on_epoch(rank.everyone),
+        waits=rank.waits,
     )
 
 

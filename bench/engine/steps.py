@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,8 +21,8 @@ from bench.engine.report import Report
 from bench.engine.timing import StepClock, StepTimes
 from engine.boot.rank import use_device
 from engine.experts.votes import ExpertTurns, StandingExperts
-from engine.operations import do_nothing
 from engine.parallel.lockstep import Lockstep
+from engine.parallel.wait_recorder import WaitRecorder
 from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest
 from engine.step_error import StepError
@@ -106,6 +107,7 @@ class BenchSteps:
         begin_step: Callable[[], None] = lambda: None,
         announce: Callable[[Sequence[ScheduledRequest]], None] = lambda scheduled: None,
         dismiss: Callable[[], None] = lambda: None,
+        tell: Callable[[], None] = lambda: None,
         clock: StepClock | None = None,
     ) -> None:
         """Drive.
@@ -117,10 +119,12 @@ class BenchSteps:
             begin_step: issues what comes before every step of this rank.
             announce: tells ranks that follow this one what comes.
             dismiss: tells them that nothing comes any more.
+            tell: called between two steps.
             clock: tells when steps ended.
         """
         self._source, self._runner, self._times = source, runner, times
         self._begin_step, self._announce, self._dismiss = begin_step, announce, dismiss
+        self._tell = tell
         self._clock = clock or StepClock()
 
     @property
@@ -177,7 +181,8 @@ class BenchSteps:
         self._source.take(results)
 
     def tell(self) -> None:
-        """Nobody listens."""
+        """Whoever measures may look."""
+        self._tell()
 
     def check_integrity(self) -> None:
         """There are no books."""
@@ -216,6 +221,7 @@ def measure_steps(
     place: LoopPlace,
     *,
     look: Callable[[], Report] = dict,
+    waits: WaitRecorder | None = None,
 ) -> list[Report]:
     """Run steps on a thread of their own until `times` have enough of them on every rank.
 
@@ -225,6 +231,7 @@ def measure_steps(
         lockstep: the meeting of the ranks.
         place: which rank.
         look: called while steps run, when the measured ones begin and when they suffice.
+        waits: of the lockstep; told of steps as in a worker.
 
     Returns:
         What was seen at both ends; nothing on a rank without requests.
@@ -241,7 +248,8 @@ def measure_steps(
             step="measured",
             max_ahead=place.max_ahead,
             enter_thread=partial(use_device, place.device),
-            launched=do_nothing if experts is None else experts.passed,
+            launched=partial(_tell, experts, waits),
+            device_wait=nullcontext if waits is None else waits.device_wait,
             experts=StandingExperts() if experts is None else experts,
         ),
     )
@@ -258,6 +266,14 @@ def measure_steps(
     if error is not None:
         raise error
     return seen
+
+
+def _tell(experts: LoopExperts | None, waits: WaitRecorder | None) -> None:
+    """Say that a step was launched."""
+    if experts is not None:
+        experts.passed()
+    if waits is not None:
+        waits.launched()
 
 
 def _comes(moment: threading.Event, loop: StepLoop[StepWork]) -> bool:

@@ -71,7 +71,7 @@ class AllToAllDispatcher:
 
         `waits` records who waits for whom; only of a CPU, where collectives stop the host.
         """
-        self._format, self._ep_group, self._waits = rows, ep_group, waits
+        self._format, self._ep_group, self.waits = rows, ep_group, waits
         self.takes_quantized = rows.takes_quantized
 
     def start_dispatch(
@@ -90,8 +90,8 @@ class AllToAllDispatcher:
         exchange = handle.exchange
         arrived_MD = expert_out_MD.index_select(0, handle.places_M)
         home = self._ep_group.start_all_to_all(arrived_MD, exchange.num_received, exchange.num_sent)
-        if self._waits is not None:
-            home = self._recorded(home, self._waits)
+        if self.waits is not None:
+            home = self._recorded(home, self.waits)
         return Then(home, lambda rows_MD: sum_per_token(rows_MD, exchange.sent, wait_for(own)))
 
     def _recorded(self, home: Pending[Tensor], waits: WaitRecorder) -> Pending[Tensor]:
@@ -109,8 +109,8 @@ class AllToAllDispatcher:
     ) -> tuple[Rows, AllToAllHandle]:
         with self._waiting():
             exchange = self._agree(topk_ids_TK, topk_weights_TK)
-        if self._waits is not None:
-            self._waits.received(sum(exchange.num_received))
+        if self.waits is not None:
+            self.waits.received(sum(exchange.num_received))
         message = self._format.pack(hidden).index_select(0, exchange.sent.token_M)
         arrived = self._ep_group.all_to_all(message, exchange.num_sent, exchange.num_received)
         rows, places_M = self._format.sort(
@@ -119,7 +119,7 @@ class AllToAllDispatcher:
         return rows, AllToAllHandle(exchange=exchange, places_M=places_M)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._waits is None else self._waits.waiting(Phase.DISPATCH)
+        return nullcontext() if self.waits is None else self.waits.waiting(Phase.DISPATCH)
 
     def _agree(self, topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Exchange:
         num_ranks, num_local = self._ep_group.size, self._format.share.num_local

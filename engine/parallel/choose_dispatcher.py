@@ -260,12 +260,14 @@ def _open_nvlink(
             hidden_size=config.hidden_size,
             top_k=config.num_experts_per_tok,
         )
-        buffer = nvlink.open_nvlink_buffer(group, shape)
+        buffer = nvlink.open_nvlink_buffer(group, shape, records=experts.waits is not None)
     except ConfigError as error:
         if kind is DispatcherKind.NVLINK:
             raise
         logger.warning("tokens do not travel by NVLink stores reason=%s", error)
         return None
+    if experts.waits is not None:
+        experts.waits.device = buffer.waits
     dispatcher = NvlinkDispatcher(buffer)
     return OpenDispatcher(dispatcher=dispatcher, close=buffer.close)
 

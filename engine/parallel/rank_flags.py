@@ -56,7 +56,7 @@ class SocketFlags:
         self, sockets: Mapping[int, socket.socket], *, timeout_s: float = TIMEOUT_S
     ) -> None:
         """Own `sockets`, which are connected, by rank."""
-        self._sockets = dict(sockets)
+        self.sockets = dict(sockets)
         self._rank_of = {each.fileno(): rank for rank, each in sockets.items()}
         self._timeout_s = timeout_s
         self._number = 0
@@ -65,7 +65,7 @@ class SocketFlags:
         """See `RankFlags`."""
         self._number = (self._number + 1) % 256
         flag = bytes([self._number])
-        for rank, each in self._sockets.items():
+        for rank, each in self.sockets.items():
             try:
                 each.sendall(flag)
             except OSError as error:
@@ -76,7 +76,7 @@ class SocketFlags:
         poll = select.poll()
         for descriptor in self._rank_of:
             poll.register(descriptor, select.POLLIN)
-        missing = set(self._sockets)
+        missing = set(self.sockets)
         end = time.monotonic() + self._timeout_s
         while missing:
             ready = poll.poll(max(0.0, 1000.0 * (end - time.monotonic())))
@@ -92,12 +92,12 @@ class SocketFlags:
 
     def close(self) -> None:
         """See `RankFlags`."""
-        for each in self._sockets.values():
+        for each in self.sockets.values():
             each.close()
 
     def _take(self, rank: int) -> None:
         try:
-            flag = self._sockets[rank].recv(1)
+            flag = self.sockets[rank].recv(1)
         except OSError as error:
             raise _lost(rank, error.strerror or str(error)) from error
         if not flag:

@@ -75,8 +75,8 @@ class DecodeSection:
     layer is not loaded. Either 0 or not in the configurations of all workers that pair."""
     record_waits: str = "auto"
     """Record how long the ranks of an instance wait for one another, and tell the router, which
-    finds slow ranks and links: "on", "off", or "auto" (on). Exchanges of a GPU's own are not
-    recorded, so there only slow hosts are found."""
+    finds slow ranks and links: "on", "off", or "auto" (on). Of exchanges on GPUs "nvlink" is
+    recorded; with another one only slow hosts are found there."""
     device_memory_gib: float = 0.0
     """Memory of one GPU, to check before the start that a rank fits; 0: not checked."""
     step_timeout_s: float = 30.0

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.formats.fp8_rows import Fp8Rows
 from engine.invariants import require_in_turn
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
+from engine.parallel.device_waits import DeviceWaits
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.pending import Deferred, Pending, wait_for
 
@@ -58,7 +59,12 @@ class NvlinkBuffer:
     """See the module; made by `open_nvlink_buffer`."""
 
     def __init__(
-        self, shape: NvlinkShape, exchange: Exchange, close: Callable[[], None] = lambda: None
+        self,
+        shape: NvlinkShape,
+        exchange: Exchange,
+        close: Callable[[], None] = lambda: None,
+        *,
+        waits: DeviceWaits | None = None,
     ) -> None:
         """Begin with no transfer under way.
 
@@ -66,10 +72,12 @@ class NvlinkBuffer:
             shape: equal on all ranks.
             exchange: of this rank.
             close: gives the memory back; all ranks together, with no transfer under way.
+            waits: reads what is recorded of transfers; None where nothing is.
         """
         self.shape = shape
         self.close = close
-        self._exchange = exchange
+        self.waits = waits
+        self.exchange = exchange
         self._under_way = ""
 
     def start_dispatch(
@@ -84,11 +92,11 @@ class NvlinkBuffer:
         """
         self._send("dispatch")
         num_tokens = topk_ids_TK.shape[0]
-        self._exchange.send_rows(rows, topk_ids_TK.contiguous(), topk_weights_TK.contiguous())
+        self.exchange.send_rows(rows, topk_ids_TK.contiguous(), topk_weights_TK.contiguous())
 
         def receive() -> ReceivedRows:
             self._under_way = ""
-            return self._exchange.receive_rows(self.shape.expected_rows(num_tokens))
+            return self.exchange.receive_rows(self.shape.expected_rows(num_tokens))
 
         return Deferred(receive)
 
@@ -108,11 +116,11 @@ class NvlinkBuffer:
             own: [., D] bfloat16 or None.
         """
         self._send("combine")
-        self._exchange.send_sums(out_LMD, received)
+        self.exchange.send_sums(out_LMD, received)
 
         def receive() -> Tensor:
             self._under_way = ""
-            return self._exchange.receive_sums(topk_ids_TK.contiguous(), wait_for(own))
+            return self.exchange.receive_sums(topk_ids_TK.contiguous(), wait_for(own))
 
         return Deferred(receive)
 

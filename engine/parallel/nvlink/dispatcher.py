@@ -36,11 +36,11 @@ class NvlinkDispatcher:
     waits_for_counts = False
 
     def __init__(self, buffer: NvlinkBuffer) -> None:
-        self._buffer = buffer
+        self.buffer = buffer
 
     def masked_room(self, num_tokens: int, top_k: int) -> MaskedRoom:
         """See `MaskingDispatcher`."""
-        shape = self._buffer.shape
+        shape = self.buffer.shape
         require(top_k == shape.top_k, "experts of a token", top_k, f"{shape.top_k} are wanted")
         return MaskedRoom(shape.rows_per_expert, shape.expected_rows(num_tokens))
 
@@ -49,7 +49,7 @@ class NvlinkDispatcher:
     ) -> Pending[tuple[MaskedRows, NvlinkHandle]]:
         """See `TokenDispatcher`; at most `max_tokens_per_rank` tokens."""
         rows = quantized(hidden)
-        arriving = self._buffer.start_dispatch(rows, topk_ids_TK, topk_weights_TK)
+        arriving = self.buffer.start_dispatch(rows, topk_ids_TK, topk_weights_TK)
 
         def receive(received: ReceivedRows) -> tuple[MaskedRows, NvlinkHandle]:
             return received.rows, NvlinkHandle(topk_ids_TK=topk_ids_TK, received=received)
@@ -60,4 +60,4 @@ class NvlinkDispatcher:
         self, expert_out_LMD: Tensor, handle: NvlinkHandle, own: Pending[Tensor] | None
     ) -> Pending[Tensor]:
         """See `TokenDispatcher`; `own` is complete for this rank's tokens."""
-        return self._buffer.start_combine(expert_out_LMD, handle.received, handle.topk_ids_TK, own)
+        return self.buffer.start_combine(expert_out_LMD, handle.received, handle.topk_ids_TK, own)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.parallel.groups import RankGroup
 from engine.parallel.nvlink.buffer import NvlinkBuffer
+from engine.parallel.nvlink.records import RingReader
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import WAIT_SECONDS, Window
 from runtime.errors import ConfigError
@@ -86,7 +87,11 @@ def is_available() -> bool:
 
 
 def open_nvlink_buffer(
-    group: RankGroup, shape: NvlinkShape, *, wait_seconds: int = WAIT_SECONDS
+    group: RankGroup,
+    shape: NvlinkShape,
+    *,
+    wait_seconds: int = WAIT_SECONDS,
+    records: bool = False,
 ) -> NvlinkBuffer:
     """Open the buffer of a group on this rank's current GPU; all ranks call.
 
@@ -94,6 +99,7 @@ def open_nvlink_buffer(
         group: all ranks of the instance.
         shape: equal on all ranks.
         wait_seconds: see `Window`.
+        records: whether transfers are recorded.
 
     Raises:
         ConfigError: the ranks cannot reach each other's memory.
@@ -104,13 +110,16 @@ def open_nvlink_buffer(
     memory = map_peer_memory(group, device, shape.buffer_bytes, num_zeros=shape.halves)
     if memory is None:
         raise _refusal("the ranks cannot reach each other's memory")
-    window = Window.open(shape, group.rank, memory.addresses, device, wait_seconds=wait_seconds)
+    window = Window.open(
+        shape, group.rank, memory.addresses, device, wait_seconds=wait_seconds, records=records
+    )
     logger.info(
-        "opened NVLink exchange ranks=%d experts=%d tokens=%d bytes=%d",
+        "opened NVLink exchange ranks=%d experts=%d tokens=%d bytes=%d records=%s",
         shape.num_ranks,
         shape.num_experts,
         shape.max_tokens_per_rank,
         shape.buffer_bytes,
+        records,
     )
     held = [memory]
 
@@ -120,7 +129,8 @@ def open_nvlink_buffer(
         held.clear()
 
     exchange = importlib.import_module("engine.parallel.nvlink.triton_exchange")
-    return NvlinkBuffer(shape, exchange.TritonExchange(window), close)
+    reader = None if window.ring is None else RingReader(window.ring, group.rank)
+    return NvlinkBuffer(shape, exchange.TritonExchange(window), close, waits=reader)
 
 
 def _refusal(problem: str) -> ConfigError:

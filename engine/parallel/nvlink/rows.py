@@ -14,8 +14,9 @@ from engine.kernels.expert_reference import empty_masked
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.parallel.nvlink.buffer import ReceivedRows
+from engine.parallel.nvlink.records import DISPATCH
 from engine.parallel.nvlink.shape import LINE, UNITS, NvlinkShape
-from engine.parallel.nvlink.signals import await_all, signal
+from engine.parallel.nvlink.signals import await_all, record_of, signal
 from engine.parallel.nvlink.window import Window
 
 RECEIVERS = 512
@@ -138,18 +139,18 @@ def _send_rows(
         address = tl.load(bases + owners, mask=is_tallied, other=0) + half
         address += (rank * (L + 1) + tallied - owners * L) * 4
         tl.store(address.to(tl.pointer_type(tl.int32)), count, mask=is_tallied)
-    signal(tables, number, peers < R, 1, LINE)
+    signal(tables, rank, number, peers < R, 1, LINE)
 
 
 @launched("rank")
 def _receive_rows(
-    bases, state, out, out_scale, num_rows, places, weights,
+    bases, state, ring, out, out_scale, num_rows, places, weights,
     rank,
     R: tl.constexpr, L: tl.constexpr, T: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
     SIZE: tl.constexpr, GROUPS: tl.constexpr, ROW_BYTES: tl.constexpr, HALVES: tl.constexpr,
     HALF: tl.constexpr, ROUTES: tl.constexpr, ROWS: tl.constexpr, LINE: tl.constexpr,
     UNITS: tl.constexpr, C: tl.constexpr, G: tl.constexpr, L2: tl.constexpr, K2: tl.constexpr,
-    SECONDS: tl.constexpr,
+    SECONDS: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Place tokens program, program + programs, ... of one rank."""
     program = tl.program_id(0)
@@ -157,7 +158,9 @@ def _receive_rows(
     number = tl.load(state + 1)
     base = tl.load(bases + rank)
     half = base + HALVES + (number % 2) * HALF
-    await_all(base, number, R, LINE, UNITS, SECONDS)
+    is_first = (program == 0) & (source == 0)
+    record = record_of(ring, number, is_first, R, SLOTS)
+    await_all(base, number, record, KIND, R, LINE, UNITS, SECONDS, SLOTS)
     experts = tl.arange(0, L2)
     tallies = _pointer(half, tl.int32)
     before = tl.zeros([L2], tl.int32)
@@ -166,9 +169,11 @@ def _receive_rows(
         tally = tl.load(tallies + other * (L + 1) + experts, mask=experts < L, other=0)
         before += tl.where(other < source, tally, 0)
         total += tally
-    if (program == 0) & (source == 0):
+    if is_first:
         tl.store(num_rows + experts, total, mask=experts < L)
         tl.store(state, number)
+        if SLOTS:
+            tl.store(record.to(tl.pointer_type(tl.int64)) + 1, tl.sum(total, axis=0).to(tl.int64))
     num_tokens = tl.load(tallies + source * (L + 1) + L)
     columns = tl.arange(0, C)
     groups = tl.arange(0, G)
@@ -271,7 +276,7 @@ def receive_rows(window: Window, expected_rows: int) -> ReceivedRows:
     num_programs = min(shape.max_tokens_per_rank, RECEIVERS // shape.num_ranks)
     _receive_rows(
         (num_programs, shape.num_ranks),
-        (window.bases, window.state, data.view(torch.int32), scale, num_rows, places, weights),
+        (*window.memory, data.view(torch.int32), scale, num_rows, places, weights),
         (),
         (window.rank,),
         (
@@ -284,7 +289,8 @@ def receive_rows(window: Window, expected_rows: int) -> ReceivedRows:
             next_power_of_2(num_groups),
             next_power_of_2(num_local),
             next_power_of_2(shape.top_k),
-            window.wait_seconds,
+            *window.waiting,
+            DISPATCH,
         ),
     )
     return ReceivedRows(

@@ -1,7 +1,8 @@
 """The sizes of an NVLink exchange: what fits, and where everything lies in a rank's buffer.
 
-Pure arithmetic. A rank's buffer is two counters, and a half for the transfers of each parity. A
-half holds what a dispatch brings or what a combine brings, one over the other:
+Pure arithmetic. A rank's buffer is a line of counters for each parity of transfers, with one int32
+for each sending rank, and a half for the transfers of each parity. A half holds what a dispatch
+brings or what a combine brings, one over the other:
 
 - dispatch: *tallies* [R, L + 1] int32, by sending rank: its tokens for each local expert, and how
   many tokens it has; *routes* [R, T, 2, K], for each token K places and K weights; *rows*
@@ -28,10 +29,10 @@ MAX_EXPERTS: Final = 1024
 """What the kernels' tiles are made for."""
 
 LINE: Final = 128
-"""Bytes between the two counters, and the alignment of every part."""
+"""Bytes of a parity's counters, one access for all of them, and the alignment of every part."""
 
 UNITS: Final = 128
-"""What each rank adds to a peer's counter in a transfer, and programs of a dispatch's send."""
+"""What a rank adds to its counter at a peer in a transfer, and programs of a dispatch's send."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,9 @@ from torch import Tensor
 from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.parallel.nvlink.buffer import ReceivedRows
+from engine.parallel.nvlink.records import COMBINE
 from engine.parallel.nvlink.shape import LINE, UNITS
-from engine.parallel.nvlink.signals import await_all, signal
+from engine.parallel.nvlink.signals import await_all, record_of, signal
 from engine.parallel.nvlink.window import Window
 
 SENDERS = 512
@@ -60,16 +61,17 @@ def _send_sums(
             place = half + (rank * T + token).to(tl.int64) * (2 * D)
             target = _pointer(place, tl.bfloat16) + columns
             tl.store(target, total.to(tl.bfloat16), mask=columns < D)
-    signal(base, number, owner >= 0, UNITS // STEP, LINE)
+    signal(base, rank, number, owner >= 0, UNITS // STEP, LINE)
 
 
 @launched("rank", "num_tokens")
 def _receive_sums(
-    ids, own, out, bases, state,
+    ids, own, out, bases, state, ring,
     rank, num_tokens,
     R: tl.constexpr, L: tl.constexpr, T: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     HALVES: tl.constexpr, HALF: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr,
-    C: tl.constexpr, HAS_OWN: tl.constexpr, SECONDS: tl.constexpr,
+    C: tl.constexpr, HAS_OWN: tl.constexpr, SECONDS: tl.constexpr, SLOTS: tl.constexpr,
+    KIND: tl.constexpr,
 ):  # fmt: skip
     """Add up a token's sums, in the order of ranks."""
     token = tl.program_id(0)
@@ -87,14 +89,16 @@ def _receive_sums(
     for k in tl.static_range(K):
         expert = tl.load(ids + token * K + k, mask=is_token, other=-1).to(tl.int32)
         hits |= tl.where(expert >= 0, 1 << (tl.maximum(expert, 0) // L), 0)
-    await_all(base, number, R, LINE, UNITS, SECONDS)
+    is_first = (token == 0) & (tl.program_id(1) == 0)
+    record = record_of(ring, number, is_first, R, SLOTS)
+    await_all(base, number, record, KIND, R, LINE, UNITS, SECONDS, SLOTS)
     for source in tl.static_range(R):
         place = half + (source * T + token).to(tl.int64) * (2 * D)
         is_hit = ((hits >> source) & 1) == 1
         part = tl.load(_pointer(place, tl.bfloat16) + columns, mask=mask & is_hit, other=0.0)
         total += part.to(tl.float32)
     tl.store(out + wide + columns, total.to(out.dtype.element_ty), mask=mask)
-    if (token == 0) & (tl.program_id(1) == 0):
+    if is_first:
         tl.store(state, number)
 
 
@@ -167,7 +171,7 @@ def receive_sums(window: Window, ids_TK: Tensor, own_TD: Tensor | None) -> Tenso
     # Without tokens a program waits all the same: what is sent next relies on it.
     _receive_sums(
         (max(1, num_tokens), ceil_div(size, block)),
-        (ids_TK, out if own_TD is None else own_TD.contiguous(), out, window.bases, window.state),
+        (ids_TK, out if own_TD is None else own_TD.contiguous(), out, *window.memory),
         (),
         (window.rank, num_tokens),
         (
@@ -182,7 +186,8 @@ def receive_sums(window: Window, ids_TK: Tensor, own_TD: Tensor | None) -> Tenso
             UNITS,
             block,
             own_TD is not None,
-            window.wait_seconds,
+            *window.waiting,
+            COMBINE,
         ),
     )
     return out

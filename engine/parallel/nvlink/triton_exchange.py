@@ -13,20 +13,20 @@ class TritonExchange:
     """An `Exchange`; launches go to the current stream."""
 
     def __init__(self, window: Window) -> None:
-        self._window = window
+        self.window = window
 
     def send_rows(self, rows: Fp8Rows, ids_TK: Tensor, weights_TK: Tensor) -> None:
         """See `Exchange`."""
-        row_kernels.send_rows(self._window, rows, ids_TK, weights_TK)
+        row_kernels.send_rows(self.window, rows, ids_TK, weights_TK)
 
     def receive_rows(self, expected_rows: int) -> ReceivedRows:
         """See `Exchange`."""
-        return row_kernels.receive_rows(self._window, expected_rows)
+        return row_kernels.receive_rows(self.window, expected_rows)
 
     def send_sums(self, out_LMD: Tensor, received: ReceivedRows) -> None:
         """See `Exchange`."""
-        sum_kernels.send_sums(self._window, out_LMD, received)
+        sum_kernels.send_sums(self.window, out_LMD, received)
 
     def receive_sums(self, ids_TK: Tensor, own_TD: Tensor | None) -> Tensor:
         """See `Exchange`."""
-        return sum_kernels.receive_sums(self._window, ids_TK, own_TD)
+        return sum_kernels.receive_sums(self.window, ids_TK, own_TD)

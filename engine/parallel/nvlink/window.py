@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engine.parallel.nvlink.records import make_ring
 from engine.parallel.nvlink.shape import NvlinkShape
 
 WAIT_SECONDS: Final = 120
@@ -23,6 +24,7 @@ class Window:
         bases: [R] int64 on the device, the address of each rank's buffer as this GPU sees it.
         state: [2] int64 on the device, how many transfers were received and how many were sent.
         wait_seconds: for the peers, before a program gives up.
+        ring: where transfers are recorded, see `records`; None if they are not.
     """
 
     shape: NvlinkShape
@@ -30,6 +32,17 @@ class Window:
     bases: Tensor
     state: Tensor
     wait_seconds: int = WAIT_SECONDS
+    ring: Tensor | None = None
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a receive takes: bases, state, and the ring or what is not touched in its place."""
+        return self.bases, self.state, self.state if self.ring is None else self.ring
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Its constants: the patience, and the slots of the ring, 0 without one."""
+        return self.wait_seconds, 0 if self.ring is None else self.ring.shape[0]
 
     @classmethod
     def open(
@@ -40,6 +53,7 @@ class Window:
         device: torch.device,
         *,
         wait_seconds: int = WAIT_SECONDS,
+        records: bool = False,
     ) -> "Window":
         """Begin at transfer 1, over buffers whose counters are zero on all ranks."""
         return cls(
@@ -48,4 +62,5 @@ class Window:
             bases=torch.tensor(addresses, dtype=torch.int64, device=device),
             state=torch.zeros(2, dtype=torch.int64, device=device),
             wait_seconds=wait_seconds,
+            ring=make_ring(shape.num_ranks, device) if records else None,
         )

@@ -4,9 +4,9 @@ Usage: python -m tests.engine.parallel.nvlink_main RANK WORLD PORT OUTPUT [lost]
 
 Random steps, eager and replayed from graphs of several batch sizes, each rank as it likes, while
 products of random sizes keep the ranks at odds with each other; then steps in which one rank has
-all it may have and the others padding, or nothing. Every result is compared bit by bit. Writes what
-was done as JSON. With `lost` the last rank stops sending, and the others have to
-notice. Ranks share the GPUs that there are.
+all it may have and the others padding, or nothing. Every result is compared bit by bit, with and
+without records of who came when. Writes what was done as JSON. With `lost` the last rank stops
+sending, and the others have to notice. Ranks share the GPUs that there are.
 """
 
 import json
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows
+from engine.parallel.device_waits import StepWaits
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup, init_process_groups
 from engine.parallel.lost_peer import as_lost_peer
@@ -89,10 +90,16 @@ class Rank:
     """One rank and its dispatcher."""
 
     def __init__(
-        self, group: RankGroup, shape: NvlinkShape, sizes: list[int], wait_seconds: int = 120
+        self,
+        group: RankGroup,
+        shape: NvlinkShape,
+        sizes: list[int],
+        wait_seconds: int = 120,
+        *,
+        records: bool = False,
     ) -> None:
         self.group, self.shape = group, shape
-        self.buffer = open_nvlink_buffer(group, shape, wait_seconds=wait_seconds)
+        self.buffer = open_nvlink_buffer(group, shape, wait_seconds=wait_seconds, records=records)
         self.dispatcher = NvlinkDispatcher(self.buffer)
         self.matrix = torch.randn(2048, 2048, device="cuda").bfloat16()
         self.graphs: dict[int, tuple[Any, Batch, Tensor]] = {}
@@ -140,9 +147,11 @@ class Rank:
         self.graphs[size] = (graph, static, out)
 
 
-def run(group: RankGroup, shape: NvlinkShape, sizes: list[int]) -> dict[str, object]:
+def run(
+    group: RankGroup, shape: NvlinkShape, sizes: list[int], *, records: bool
+) -> dict[str, object]:
     """Make random steps; return how many were right."""
-    rank = Rank(group, shape, sizes)
+    rank = Rank(group, shape, sizes, records=records)
     common, own = random.Random(shape.hidden_size), random.Random(group.rank)
     right = count = 0
     began = time.monotonic()
@@ -187,8 +196,10 @@ def pad(batch: Batch, num_rows: int) -> Batch:
 def run_lopsided(group: RankGroup, shape: NvlinkShape) -> dict[str, object]:
     """One rank after another has all tokens; the others replay padding, or bring nothing."""
     most = shape.max_tokens_per_rank
-    rank = Rank(group, shape, [1, most])
+    rank = Rank(group, shape, [1, most], records=True)
     right = count = 0
+    assert rank.buffer.waits is not None
+    rank.buffer.waits.start_reading().take()
     began = time.monotonic()
     for turn in range(8 * group.size):
         is_busy, is_replayed = turn % group.size == group.rank, (turn // group.size) % 2 == 0
@@ -210,10 +221,29 @@ def run_lopsided(group: RankGroup, shape: NvlinkShape) -> dict[str, object]:
     came, chosen = group.all_gather(sums.unsqueeze(0)).sum(0).tolist()
     right += int(rank.is_right(batch, rank.combine(batch, rows, handle).wait()))
     right += int(came == chosen > 0)
+    is_told = says_all(rank.buffer.waits.start_reading().take(), 8 * group.size + 1, group.rank)
+    right += int(is_told)
     torch.cuda.synchronize()
     rank.graphs.clear()
     rank.buffer.close()
-    return {"right": right, "count": count + 2, "seconds": time.monotonic() - began}
+    return {"right": right, "count": count + 3, "seconds": time.monotonic() - began}
+
+
+def says_all(waits: StepWaits, num_layers: int, rank: int) -> bool:
+    """Return whether each transfer is recorded, with times that are possible; print them."""
+    print(
+        f"rank {rank}, us: own {(1e6 * waits.own_s).round(1).tolist()} "
+        f"until first flags {(1e6 * waits.first_s).round(1).tolist()} "
+        f"until last {(1e6 * waits.waits_s).round(1).tolist()}",
+        flush=True,
+    )
+    return (
+        waits.num_transfers == 2 * num_layers
+        and bool((waits.own_s > 0).all())
+        and bool((waits.waits_s < PATIENCE_S).all())
+        and not waits.waits_s[:, rank].any()
+        and bool((waits.first_s <= waits.waits_s).all())
+    )
 
 
 def shapes(world: int) -> dict[str, tuple[NvlinkShape, list[int]]]:
@@ -293,7 +323,7 @@ def main() -> None:
             write_whole(output, results)
             end_after_trap(output)
         for name, (shape, sizes) in shapes(world).items():
-            results[name] = run(groups.ep_group, shape, sizes)
+            results[name] = run(groups.ep_group, shape, sizes, records=name == "large")
             results[f"{name}, lopsided"] = run_lopsided(groups.ep_group, shape)
     write_whole(output, results)
     groups.destroy()

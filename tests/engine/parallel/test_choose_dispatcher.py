@@ -29,6 +29,8 @@ from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink import open as nvlink
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.nvlink.shape import NvlinkShape
+from engine.parallel.rank_flags import SocketFlags
+from engine.parallel.wait_recorder import WaitRecorder
 from runtime.errors import ConfigError
 from tests.engine.parallel.fake_ranks import SilentGroup
 
@@ -53,9 +55,10 @@ class Opened:
     """Stands for a buffer of the library."""
 
     def __init__(
-        self, group: RankGroup, shape: LowLatencyShape | NormalShape | NvlinkShape, **_: int
+        self, group: RankGroup, shape: LowLatencyShape | NormalShape | NvlinkShape, **more: int
     ) -> None:
         self.group, self.shape, self.is_closed = group, shape, False
+        self.waits = object() if more.get("records") else None
 
     def close(self) -> None:
         self.is_closed = True
@@ -239,7 +242,7 @@ def test_experts_that_are_not_fp8() -> None:
 def test_nvlink_by_name() -> None:
     opened = decode(NVLINK, experts(num_physical_experts=288), max_tokens_per_rank=100)
     assert isinstance(opened.dispatcher, NvlinkDispatcher)
-    buffer = opened.dispatcher._buffer
+    buffer = opened.dispatcher.buffer
     assert buffer.shape == NvlinkShape(
         num_ranks=8, num_experts=288, max_tokens_per_rank=100, hidden_size=7168, top_k=8
     )
@@ -247,6 +250,17 @@ def test_nvlink_by_name() -> None:
     assert buffer.is_closed  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="ep"):
         decode(NVLINK, experts(16))
+
+
+@pytest.mark.usefixtures("installed")
+def test_nvlink_records_where_somebody_records() -> None:
+    waits = WaitRecorder(8, SocketFlags({}))
+    opened = decode(NVLINK, experts(waits=waits))
+    assert isinstance(opened.dispatcher, NvlinkDispatcher)
+    assert waits.device is opened.dispatcher.buffer.waits is not None
+    opened = decode(NVLINK, experts())
+    assert isinstance(opened.dispatcher, NvlinkDispatcher)
+    assert opened.dispatcher.buffer.waits is None
 
 
 @pytest.mark.usefixtures("installed")

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+from engine.parallel.device_waits import StepWaits
 from engine.parallel.wait_recorder import KEPT_BLOCKS, WaitRecorder
 from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase, window_of
 from runtime.slow_ranks import SlowKind, find_slow
@@ -110,6 +112,126 @@ class LoneFlags:
 
     def close(self) -> None:
         pass
+
+
+class LateDevice:
+    """A device whose records come to the host when a test says so."""
+
+    def __init__(self, idle_s: float = 0.0) -> None:
+        self.started = self.taken = self.done = self.begun = 0
+        self.idle_s = idle_s
+
+    def begin_step(self) -> None:
+        self.begun += 1
+
+    def start_reading(self) -> "LateReading":
+        self.started += 1
+        return LateReading(self, self.started)
+
+
+class LateReading:
+    """Of step `number`: it took so many milliseconds of own work, and half of that was waited."""
+
+    def __init__(self, device: LateDevice, number: int) -> None:
+        self._device, self._number = device, number
+
+    @property
+    def is_done(self) -> bool:
+        return self._device.done >= self._number
+
+    def take(self) -> StepWaits:
+        self._device.taken += 1
+        assert self._device.taken == self._number, "each once, in their order"
+        own = np.array([1e-3, 2e-3, 3e-3]) * self._number
+        waits = np.zeros((3, 2))
+        waits[:, 1] = 0.5 * own
+        return StepWaits(
+            waits_s=waits,
+            first_s=waits,
+            own_s=own + np.array([self._device.idle_s, 0.0, 0.0]),
+            num_rows=7 * self._number,
+            num_transfers=4,
+            idle_s=self._device.idle_s,
+        )
+
+
+class StandingClock:
+    """Goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 3e-3, 9e-3])
+def test_what_the_device_records_is_added_to_its_step_however_late_it_comes(
+    idle_s: float,
+) -> None:
+    """The host's work counts as far as the device stood idle, which is no work of its own."""
+    clock, device = StandingClock(), LateDevice(idle_s)
+    waits = WaitRecorder(2, LoneFlags(), clock)
+    waits.device = device
+    for number in range(1, 2 * STEPS_OF_BLOCK + 2):
+        waits.end_step()
+        clock.now += 4e-3  # the host's own work
+        with waits.waiting(Phase.FIRST):
+            pass
+        waits.begin_step(has_work=True, num_tokens=number)
+        waits.launched()
+        with waits.device_wait():
+            clock.now += 20e-3  # is no work of the host's
+        if number == STEPS_OF_BLOCK:
+            assert waits.blocks == ()
+            device.done = number + 1  # of the first block all, and of the step behind it
+    assert len(waits.blocks) == 1
+    (block,) = waits.blocks
+    steps = np.arange(2, STEPS_OF_BLOCK + 2)  # the first follows none
+    assert block.own_s == pytest.approx(
+        [
+            1e-3 * np.median(steps) + min(idle_s, 4e-3),
+            2e-3 * np.median(steps),
+            3e-3 * np.median(steps),
+        ]
+    )
+    assert [row[1] for row in block.waits_s] == pytest.approx(
+        [0.5e-3 * k * np.median(steps) for k in (1, 2, 3)]
+    )
+    assert block.num_rows == 7 * steps.mean()
+    assert block.num_tokens == steps.mean()
+    device.done = 1000
+    waits.end_step()
+    assert [each.number for each in waits.blocks] == [0, 1]
+
+
+def test_steps_that_do_not_count_are_read_all_the_same() -> None:
+    device = LateDevice()
+    waits = WaitRecorder(2, LoneFlags(), StandingClock())
+    waits.device = device
+    device.done = 1000
+    for has_work in [True, True, False, True, True, False]:
+        waits.end_step()
+        waits.begin_step(has_work=has_work, num_tokens=1)
+        if has_work:
+            waits.launched()
+    waits.end_step()
+    assert device.begun == device.started == device.taken == 4
+
+
+def test_without_records_of_the_device_its_steps_are_the_host_s_own_work() -> None:
+    clock = StandingClock()
+    waits = WaitRecorder(2, LoneFlags(), clock)
+    for _ in range(STEPS_OF_BLOCK + 1):
+        waits.end_step()
+        with waits.waiting(Phase.FIRST):
+            pass
+        waits.begin_step(has_work=True, num_tokens=1)
+        waits.launched()
+        with waits.device_wait():
+            clock.now += 20e-3
+    waits.end_step()
+    assert waits.blocks[0].own_s[Phase.FIRST] == pytest.approx(20e-3)
 
 
 def run_steps(waits: WaitRecorder, works: list[bool]) -> None:

@@ -40,7 +40,7 @@ class Tokens:
 class OneDevice:
     """All ranks of a shape; buffers are poisoned, but for the counters."""
 
-    def __init__(self, shape: NvlinkShape) -> None:
+    def __init__(self, shape: NvlinkShape, *, records: bool = False) -> None:
         self.shape = shape
         self.buffers = [
             torch.full((shape.buffer_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
@@ -50,7 +50,8 @@ class OneDevice:
             buffer[: shape.halves] = 0
         addresses = [buffer.data_ptr() for buffer in self.buffers]
         self.windows = [
-            Window.open(shape, rank, addresses, DEVICE) for rank in range(shape.num_ranks)
+            Window.open(shape, rank, addresses, DEVICE, records=records)
+            for rank in range(shape.num_ranks)
         ]
 
     def dispatch(self, tokens: Sequence[Tokens]) -> list[Any]:
@@ -79,8 +80,13 @@ class OneDevice:
     def has_arrived(self, rank: int, units: int) -> bool:
         """Return whether all have sent what the rank would receive now."""
         number = int(self.windows[rank].state[1])
-        counter = self.buffers[rank][: self.shape.halves].view(torch.int32)[number % 2 * LINE // 4]
-        return int(counter) == (number + 1) // 2 * self.shape.num_ranks * units
+        return self.counters(rank, number) == [(number + 1) // 2 * units] * self.shape.num_ranks
+
+    def counters(self, rank: int, number: int) -> list[int]:
+        """Return what the ranks have raised theirs to, of a transfer's parity."""
+        lines = self.buffers[rank][: self.shape.halves].view(torch.int32).view(2, LINE // 4)
+        counters: list[int] = lines[number % 2, : self.shape.num_ranks].tolist()
+        return counters
 
     def poison(self, rank: int) -> None:
         """Overwrite what the rank has just received; nobody may write there until it sends."""

@@ -33,8 +33,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]
         yield found
 
 
+@pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize(("num_ranks", "tokens"), [(8, 128), (2, 512), (3, 5)])
-def test_kernels(num_ranks: int, tokens: int, compiled: list[tuple[str, Any]]) -> None:
+def test_kernels(
+    num_ranks: int, tokens: int, records: bool, compiled: list[tuple[str, Any]]
+) -> None:
     rows, sums = (
         importlib.import_module(f"engine.parallel.nvlink.{name}") for name in ("rows", "sums")
     )
@@ -45,7 +48,7 @@ def test_kernels(num_ranks: int, tokens: int, compiled: list[tuple[str, Any]]) -
         hidden_size=7168,
         top_k=8,
     )
-    window = Window.open(shape, 0, [0] * num_ranks, CPU)
+    window = Window.open(shape, 0, [0] * num_ranks, CPU, records=records)
     ids, weights = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8)
     rows.send_rows(window, Fp8Rows.empty(4, 7168, CPU), ids, weights)
     received = rows.receive_rows(window, 1)
@@ -60,14 +63,18 @@ def test_kernels(num_ranks: int, tokens: int, compiled: list[tuple[str, Any]]) -
         assert "ld.global.v4.b32" in ptx, name
         signals = [match.start() for match in re.finditer(r"atom\.global\.sys\.release\.add", ptx)]
         waits = [match.start() for match in re.finditer(r"ld\.acquire\.sys\.global", ptx)]
-        assert (len(signals), len(waits)) == ((1, 0) if "send" in name else (0, 1)), name
+        num_waits = 0 if "send" in name else 2 if records else 1  # one program notes what it sees
+        assert (len(signals), len(waits)) == (int("send" in name), num_waits), name
         if signals:
             # Nothing is stored behind the last barrier, and the signal stands there.
             barrier = ptx.rindex("bar.sync")
             assert ptx.rindex("st.global") < barrier < signals[0], name
         else:
             # What peers have written is read behind the barrier that follows the wait.
-            barrier = ptx.index("bar.sync", waits[0])
+            barrier = ptx.index("bar.sync", waits[-1])
             assert "ld.global" not in ptx[waits[0] : barrier], name
-            assert ptx.index("st.global", waits[0]) > barrier
+            own = ptx[waits[0] : barrier].count("st.global")
+            assert own == (2 if records else 0), "the record alone is written before"
+            assert ("%globaltimer" in ptx[waits[0] : barrier]) == records
             assert "trap;" in ptx
+        assert ("%globaltimer" in ptx) == (records and bool(waits)), name

@@ -7,11 +7,13 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from engine.kernels import reference
+from engine.parallel.nvlink.records import SLOTS, records_of
 from engine.parallel.nvlink.shape import NvlinkShape
 from tests.engine.parallel.nvlink.one_device import (
     DEVICE,
@@ -248,11 +250,11 @@ def test_counters_wrap() -> None:
     shape = shape_of(2, 4, 3, 2)
     world = OneDevice(shape)
     # As if so many transfers had been made that the counters are about to start again.
-    units = 2 * (4 if IS_INTERPRETED else 128)
+    units = 4 if IS_INTERPRETED else 128
     done = 2 * (2**31 // units) - 2
     for window, buffer in zip(world.windows, world.buffers, strict=True):
         window.state.fill_(done)
-        buffer[: shape.halves].view(torch.int32)[[0, 32]] = done // 2 * units
+        buffer[: shape.halves].view(torch.int32).view(2, -1)[:, :2] = done // 2 * units
     for _ in range(3):
         tokens = [draw_tokens(shape, 2) for _ in range(2)]
         received = world.dispatch(tokens)
@@ -260,10 +262,57 @@ def test_counters_wrap() -> None:
         assert_home(shape, outs, tokens, world.combine(outs, received, tokens))
 
 
-@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU would wait")
-def test_nothing_is_received_before_all_have_sent() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_transfers_are_recorded_and_nothing_else_changes(num_ranks: int) -> None:
+    """All have sent before one looks: every source was there when the wait began."""
+    shape = shape_of(num_ranks, 2 * num_ranks, 3, 2)
+    plain, recorded = OneDevice(shape), OneDevice(shape, records=True)
+    rows = [0] * num_ranks
+    for _ in range(2):
+        tokens = [draw_tokens(shape, count) for count in draw_counts(shape)]
+        outs = [draw_out(shape) for _ in range(num_ranks)]
+        homes = []
+        for world in (plain, recorded):
+            received = world.dispatch(tokens)
+            assert_received(shape, tokens, received)
+            homes.append(world.combine(outs, received, tokens))
+        assert all(torch.equal(*pair) for pair in zip(*homes, strict=True))
+        rows = [int(got.rows.num_rows_L.sum()) for got in received]
+    for rank, window in enumerate(recorded.windows):
+        assert window.ring is not None
+        found = records_of(window.ring.cpu(), rank)
+        assert found.numbers.tolist() == [1, 2, 3, 4]
+        assert found.are_combines.tolist() == [False, True] * 2
+        assert found.num_rows[2] == rows[rank]
+        assert (found.first_ns == found.begin_ns[:, None]).all()
+        assert (found.last_ns == found.begin_ns[:, None]).all()
+        assert (np.diff(found.begin_ns) > 0).all()
+    assert all(window.ring is None for window in plain.windows)
+
+
+def test_the_ring_goes_round() -> None:
     shape = shape_of(2, 4, 3, 2)
-    world = OneDevice(shape)
+    world = OneDevice(shape, records=True)
+    for window in world.windows:
+        window.state.fill_(2 * SLOTS - 1)
+    for buffer in world.buffers:
+        units = 4 if IS_INTERPRETED else 128
+        lines = buffer[: shape.halves].view(torch.int32).view(2, -1)
+        lines[0, :2], lines[1, :2] = (SLOTS - 1) * units, SLOTS * units
+    tokens = [draw_tokens(shape, 2) for _ in range(2)]
+    world.dispatch(tokens)
+    world.dispatch(tokens)
+    for window in world.windows:
+        assert window.ring is not None
+        assert window.ring[:2, 0].tolist() == [4 * SLOTS, 4 * SLOTS + 2]
+        assert not window.ring[2:].any()
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU would wait")
+def test_nothing_is_received_before_all_have_sent(records: bool) -> None:
+    shape = shape_of(2, 4, 3, 2)
+    world = OneDevice(shape, records=records)
     mine = draw_tokens(shape, 2)
     kernels("rows").send_rows(world.windows[0], mine.rows, mine.ids, mine.weights)
     with pytest.raises(Exception, match="not all ranks have sent"):

@@ -1,0 +1,1 @@
+"""Tests of finding slow ranks among those that really run."""
