@@ -12,6 +12,7 @@ from bench.engine.options import DecodeOptions, PrefillOptions
 from bench.engine.rows import launch_rows, read_rows
 from deploy.cli import main
 from engine.parallel.dims import ParallelDims
+from engine.parallel.nvlink.shape import MAX_TOKENS
 from runtime.errors import ConfigError
 
 ROWS = Path(__file__).resolve().parents[3] / "bench" / "rows"
@@ -130,13 +131,16 @@ def test_the_tables_that_ship_can_be_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "batches"), [("drafts", {32, 64, 128, 256}), ("drafts-four-gpus", {32, 128})]
+    ("name", "batches", "room"),
+    [("drafts", {32, 64, 128, 256}, 1024), ("drafts-four-gpus", {32, 128}, MAX_TOKENS)],
 )
-def test_every_number_of_drafts_is_compared_at_every_batch(name: str, batches: set[int]) -> None:
+def test_every_number_of_drafts_is_compared_at_every_batch(
+    name: str, batches: set[int], room: int
+) -> None:
     """In one run, where all have the same room."""
     found = [row.options for row in read_rows(ROWS / f"{name}.txt", [], parse_row)]
     decode = [options for options in found if isinstance(options, DecodeOptions)]
-    assert {options.section.max_tokens_per_rank for options in decode} == {1024}
+    assert {options.section.max_tokens_per_rank for options in decode} == {room}
     pairs = {(options.requests[0], options.drafts) for options in decode}
     assert pairs == {(batch, drafts) for batch in batches for drafts in (0, 1, 2, 3, "auto")}
 
