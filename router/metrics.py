@@ -11,6 +11,7 @@ from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role
 from router.rank_metrics import RankMetrics
 from router.shared_metrics import SharedMetrics
+from router.tally import CountTally
 from router.tier_metrics import TierMetrics
 from runtime.metrics import (
     ITL_BUCKETS_S,
@@ -46,6 +47,8 @@ class RouterMetrics:
             "endpoint",
             "status",
         )
+        self._answers: dict[tuple[str, str, int], CountTally] = {}
+        """What ``_requests`` is still to be told of, by its labels."""
         self._errors = self._counter("pd_router_request_errors", "Failed requests", "code")
         self.migrations = self._of_model(
             "pd_router_migrations", "Requests that went on at other workers", "reason"
@@ -153,6 +156,8 @@ class RouterMetrics:
         """Hand over what the paths of all models' requests have added up."""
         for model in self._models.values():
             model.settle()
+        for tally in self._answers.values():
+            tally.settle()
 
     def sums(self) -> CollectorRegistry:
         """What to read all metrics of; with a shared folder, the sums over all processes."""
@@ -193,6 +198,7 @@ class RouterMetrics:
 
     def answers(self) -> dict[str, int]:
         """Answers of this process's generation endpoints by HTTP status."""
+        self.settle()
         return _totals(self._requests, "status")
 
     def set_workers(self, members: Iterable[Member]) -> None:
@@ -211,7 +217,12 @@ class RouterMetrics:
 
     def count_request(self, model: str, endpoint: str, status: int) -> None:
         """One answer; ``model`` is "" where the request has asked for none that is here."""
-        self._requests.labels(model, endpoint, str(status)).inc()
+        key = model, endpoint, status
+        tally = self._answers.get(key)
+        if tally is None:
+            series = self._requests.labels(model, endpoint, str(status))
+            tally = self._answers[key] = CountTally(series)
+        tally.inc()
 
     def count_error(self, code: str) -> None:
         """One failure, also within a stream that began with status 200."""

@@ -75,6 +75,11 @@ def cut_off_reader(call: Call[RequestT]) -> None:
     cut_off(call, "more output than router.max_mailbox_bytes waits for it")
 
 
+def cut_off_slow(call: Call[RequestT]) -> None:
+    """Cut off a client that reads too slowly."""
+    cut_off(call, "it did not take its answer within router.request_timeout_s")
+
+
 def cut_off(call: Call[RequestT], reason: str) -> None:
     """End the connection of a client that does not read; that cancels its request."""
     logger.warning("a client is cut off request_id=%s reason=%r", call.request_id, reason)

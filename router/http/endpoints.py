@@ -15,7 +15,7 @@ from aiohttp import web
 
 from router.errors import NotReadyError
 from router.http.body import read_body
-from router.http.call import Call, RequestT, cut_off, cut_off_reader, headers_of
+from router.http.call import Call, RequestT, cut_off_reader, cut_off_slow, headers_of
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.conversation import new_reader, tells_reasoning
@@ -253,8 +253,9 @@ class OpenAIEndpoints:
     ) -> web.StreamResponse:
         """The answer; who takes longer for it than the request may is cut off."""
         serving = self._serving
+        slow = asyncio.get_running_loop().call_at(deadline + DELIVERY_S, cut_off_slow, call)
         try:
-            async with asyncio.timeout_at(deadline + DELIVERY_S), run:
+            async with run:
                 responder = Responder(
                     run,
                     info,
@@ -267,10 +268,8 @@ class OpenAIEndpoints:
                 if call.body.stream:
                     return await responder.stream(call.request, call.request_id)
                 return await responder.body()
-        except TimeoutError as error:
-            cut_off(call, "it did not take its answer within router.request_timeout_s")
-            raise ConnectionAbortedError("the client was too slow") from error
         finally:
+            slow.cancel()
             if call.use is not None:
                 call.use.num_output_tokens += sum(c.generation.num_tokens for c in info.choices)
             if serving.spans is not None:

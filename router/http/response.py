@@ -131,7 +131,7 @@ class ResponseInfo:
     def timings(self) -> dict[str, float]:
         """Seconds by stage, of the first choice; with drafts what a step gave it."""
         generation = self.choices[0].generation
-        drafts, split = generation.drafts, generation.timings.split()
+        drafts, split = generation.drafts, generation.timings.told()
         if not drafts.num_verifications:
             return split
         return {**split, "accept_length": round(drafts.accept_length, 4)}

@@ -136,6 +136,7 @@ class Attempt:
         """
         self._workers = workers
         self._generation = generation
+        self._loop = generation.loop
         self._sink = AttemptSink(generation)
         self._pair, self._budget = pair, budget
         self._seek_room = seek_room
@@ -162,7 +163,7 @@ class Attempt:
         generation.phase = "connecting to decode"
         generation.workers = self._pair.keys
         generation.worker_request_id = self.worker_request_id
-        generation.timings.attempt_started = asyncio.get_running_loop().time()
+        generation.timings.attempt_started = self._loop.time()
         self.culprits = {decode.key}
         await stream.standing()
         row_id = stream.attach(self.worker_request_id, sink)
@@ -186,7 +187,7 @@ class Attempt:
         generation.phase = "reserving in decode"
         self.culprits = {pair.decode.key}
         if not self._num_output_tokens:
-            generation.timings.reserve_sent = asyncio.get_running_loop().time()
+            generation.timings.reserve_sent = self._loop.time()
         request = decode_pb2.ReserveRequest(
             request_id=self.worker_request_id,
             router_id=self._workers.router_id,
@@ -219,7 +220,7 @@ class Attempt:
         generation.phase = "waiting for prefill"
         self.culprits = set()
         self.has_prefilled = True
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         if self.queued_since is None:
             self.queued_since = now
         if not self._num_output_tokens:
@@ -260,7 +261,7 @@ class Attempt:
             raise
 
     def _time_left(self) -> float:
-        return max(0.001, self._budget.left(asyncio.get_running_loop().time()))
+        return max(0.001, self._budget.left(self._loop.time()))
 
     def _sampling_to_send(self) -> common_pb2.SamplingParams:
         sampling = self._generation.sampling
@@ -272,7 +273,7 @@ class Attempt:
         """If other workers were lost before, the request has moved with this token."""
         timings = self._generation.timings
         if timings.lost:
-            seconds = timings.migrated(asyncio.get_running_loop().time())
+            seconds = timings.migrated(self._loop.time())
             self._workers.metrics.migration.observe(seconds)
             text = "a request goes on request_id=%s prefill=%s decode=%s seconds=%.3f "
             text += "context_tokens=%d cached_tokens=%d"
@@ -338,6 +339,8 @@ class Attempt:
 
     def _result_of(self, call: asyncio.Future[T], leg: Role) -> T:
         """The result of a finished call; one that gRPC broke is the loss of that worker."""
+        if not call.cancelled() and call.exception() is None:
+            return call.result()
         key = self._pair.prefill.key if leg is Role.PREFILL else self._pair.decode.key
         peer = f"{leg.value} {key}"
         if call.cancelled():

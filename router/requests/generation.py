@@ -229,10 +229,13 @@ class RequestTimings:
             "num_migrations": float(self.num_migrations),
             "migration_s": self.migration_s,
         }
-        known = {name: round(value, 6) for name, value in stages.items() if value >= 0.0}
-        for name, value in self.worker.items():
-            known[name] = round(value, 6)
+        known = {name: value for name, value in stages.items() if value >= 0.0}
+        known.update(self.worker)
         return known
+
+    def told(self) -> dict[str, float]:
+        """The same for people: to the microsecond."""
+        return {name: round(value, 6) for name, value in self.split().items()}
 
 
 class Generation:
@@ -284,7 +287,8 @@ class Generation:
         self.flow: Flow | None = None
         """Is asked first whether it takes plain tokens, while the mailbox is empty."""
         self._mailbox = mailbox
-        self._loop = asyncio.get_running_loop()  # asking for it again costs a system call a token
+        self.loop = asyncio.get_running_loop()
+        """Kept: asking for it is a system call, and a request would do so twenty times."""
 
     @property
     def num_tokens(self) -> int:
@@ -298,7 +302,7 @@ class Generation:
 
     def standing_now(self) -> Standing:
         """With what is left of its target; nothing is, once the client has its first token."""
-        waited_s = math.inf if self.num_tokens else self._loop.time() - self.timings.received
+        waited_s = math.inf if self.num_tokens else self.loop.time() - self.timings.received
         return self.standing.with_ttft_left(waited_s)
 
     def finish_so_far(self) -> FinishReason | None:
@@ -322,7 +326,7 @@ class Generation:
             request_id=self.worker_request_id,
             workers=self.workers,
             started=self.timings.attempt_started,
-            ended=self._loop.time(),
+            ended=self.loop.time(),
             num_tokens=self.num_tokens,
             reason=reason,
         )
@@ -341,7 +345,7 @@ class Generation:
     ) -> None:
         """The first output token of all."""
         timings = self.timings
-        timings.first_token = timings.last_token = self._loop.time()
+        timings.first_token = timings.last_token = self.loop.time()
         self.num_cached_tokens = first.num_cached_tokens
         token_ids = (first.token_id,)
         self.output_token_ids += token_ids
@@ -355,7 +359,7 @@ class Generation:
         num_drafts: int = 0,
     ) -> None:
         """The tokens that follow, of a step that verified ``num_drafts``, or the end alone."""
-        self.timings.last_token = self._loop.time()
+        self.timings.last_token = self.loop.time()
         self.output_token_ids += token_ids
         output = Output(self.index, token_ids, logprobs, finish, num_drafts=num_drafts)
         self._mailbox.put(output)

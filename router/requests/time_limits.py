@@ -40,7 +40,7 @@ class TimeLimits:
         self.request = Budget.start(
             BudgetKind.REQUEST, section.request_timeout_s, received, "router.request_timeout_s"
         )
-        self._loop = asyncio.get_running_loop()
+        self._loop = generation.loop
         self._scope = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
         self._over: Budget | None = None

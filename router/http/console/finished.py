@@ -63,7 +63,7 @@ class _Kept(NamedTuple):
 
 def _finished_from(kept: _Kept) -> Finished | None:
     """None of one that had not ended by itself."""
-    split = kept.timings.split()
+    split = kept.timings.told()
     if "total_s" not in split:
         return None
     ttft_s = split.get("ttft_s", 0.0)
