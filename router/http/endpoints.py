@@ -143,7 +143,7 @@ class OpenAIEndpoints:
         answer: Callable[[Call[RequestT]], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Let ``request`` in and ``answer`` it, once its body is known to be one that can be."""
-        received = asyncio.get_running_loop().time()
+        received = time.monotonic()
         serving = self._serving
         with serving.backends.body() as held:
             call = await self._receive(request, parse, check, held, received)

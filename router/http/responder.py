@@ -8,6 +8,7 @@ arrives in one turn of the event loop is one write.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -196,7 +197,7 @@ class Responder:
                 break
             if output.first is not None:
                 parts.append(self._form.opening(choice, output.first))
-                self._measure_first(choice, output.first, now)
+                self._measure_first(choice, output.first)
             elif output.token_ids:
                 interval_s = now - self._last_delivery[choice.index]
                 self._deliveries.add(len(output.token_ids), interval_s)
@@ -210,18 +211,18 @@ class Responder:
                 continue
             parts.append(self._form.piece(choice, piece))
             if piece.finish_reason is not None:
-                self._end(choice, output, piece.finish_reason, now)
+                self._end(choice, output, piece.finish_reason)
         return b"".join(parts)
 
-    def _measure_first(self, choice: Choice, first: prefill_pb2.FirstToken, now: float) -> None:
+    def _measure_first(self, choice: Choice, first: prefill_pb2.FirstToken) -> None:
         self._deliveries.add(1, None)
-        self._metrics.ttft.observe(now - choice.generation.timings.received)
+        self._metrics.ttft.observe(time.monotonic() - choice.generation.timings.received)
         self._metrics.cached_tokens.inc(first.num_cached_tokens)
 
-    def _end(self, choice: Choice, output: Output, reason: str, now: float) -> None:
+    def _end(self, choice: Choice, output: Output, reason: str) -> None:
         self._num_open -= 1
         generation = choice.generation
-        generation.timings.ended = now
+        generation.timings.ended = time.monotonic()
         split = generation.timings.split()
         self._metrics.choice_finished(
             reason,

@@ -47,7 +47,7 @@ class Choice:
     text: ChoiceText
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ResponseInfo:
     """What every chunk and body of one answer repeats, and what the client asked to be told."""
 

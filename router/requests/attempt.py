@@ -10,6 +10,7 @@ cancelled. See docs/adr/0010-claims.md.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -187,7 +188,7 @@ class Attempt:
         generation.phase = "reserving in decode"
         self.culprits = {pair.decode.key}
         if not self._num_output_tokens:
-            generation.timings.reserve_sent = self._loop.time()
+            generation.timings.reserve_sent = time.monotonic()
         request = decode_pb2.ReserveRequest(
             request_id=self.worker_request_id,
             router_id=self._workers.router_id,
@@ -220,7 +221,7 @@ class Attempt:
         generation.phase = "waiting for prefill"
         self.culprits = set()
         self.has_prefilled = True
-        now = self._loop.time()
+        now = time.monotonic()
         if self.queued_since is None:
             self.queued_since = now
         if not self._num_output_tokens:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -191,7 +192,11 @@ class PastAttempt:
 
 @dataclass(slots=True)
 class RequestTimings:
-    """Moments of one choice on the event loop's clock, and what workers measured, in seconds."""
+    """Moments of one choice on the monotonic clock, and what workers measured, in seconds.
+
+    That is the event loop's clock too, but uvloop's stands still within a turn, counts whole
+    milliseconds, and is asked only where a millisecond does not matter.
+    """
 
     received: float
     reserve_sent: float = 0.0
@@ -345,7 +350,7 @@ class Generation:
     ) -> None:
         """The first output token of all."""
         timings = self.timings
-        timings.first_token = timings.last_token = self.loop.time()
+        timings.first_token = timings.last_token = time.monotonic()
         self.num_cached_tokens = first.num_cached_tokens
         token_ids = (first.token_id,)
         self.output_token_ids += token_ids
