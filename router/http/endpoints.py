@@ -267,7 +267,7 @@ class OpenAIEndpoints:
                 )
                 if call.body.stream:
                     return await responder.stream(call.request, call.request_id)
-                return await responder.body()
+                return await responder.body(call.request_id)
         finally:
             slow.cancel()
             if call.use is not None:

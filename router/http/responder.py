@@ -21,6 +21,7 @@ from router.http.dialect import Dialect
 from router.http.errors import failure_from
 from router.http.flow import TextFlow
 from router.http.outlet import Outlet
+from router.http.reply import Reply
 from router.http.response import Choice, ResponseFormat, ResponseInfo, TextEvents
 from router.model_metrics import ModelMetrics
 from router.requests.generation import Output
@@ -32,15 +33,7 @@ from runtime.pb import prefill_pb2
 logger = get_logger(__name__)
 
 TIMINGS_HEADER = "x-tandem-timings"
-
-
-class _EventStream(web.StreamResponse):
-    """Keeps its headers until the first event, so that both are one system call.
-
-    As aiohttp's own ``web.Response`` does; where a version knows no such switch, they go before.
-    """
-
-    _send_headers_immediately = False
+_WHOLE = {"Content-Type": "application/json"}
 
 
 class Responder:
@@ -71,16 +64,14 @@ class Responder:
         self._num_open = len(info.choices)
         self._last_delivery = [0.0] * len(info.choices)
 
-    async def body(self) -> web.Response:
+    async def body(self, request_id: str) -> web.StreamResponse:
         """The whole answer at once."""
         await self._follow(None)
         self._raise_failure()
-        headers = {**self._headers, **self._info.routing()}
+        headers = {**self._headers, **self._info.routing(), **_WHOLE, "x-request-id": request_id}
         if self._info.wants_timings:
             headers[TIMINGS_HEADER] = orjson.dumps(self._info.timings()).decode()
-        return web.Response(
-            body=self._form.closing(), content_type="application/json", headers=headers
-        )
+        return Reply(headers, self._form.closing())
 
     async def stream(self, request: web.Request, request_id: str) -> web.StreamResponse:
         """The answer as server-sent events; a failure before the first of them is raised."""
@@ -91,7 +82,7 @@ class Responder:
             data = self._absorb(outputs) if outputs else sse.KEEP_ALIVE
             self._raise_failure()
             headers = {**self._headers, **self._info.routing(), **sse.HEADERS}
-            response = _EventStream(headers={**headers, "x-request-id": request_id})
+            response = Reply({**headers, "x-request-id": request_id})
             await response.prepare(request)
             try:
                 if self._num_open:
