@@ -7,6 +7,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.distribution import Distribution
 from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role
 from router.rank_metrics import RankMetrics
@@ -72,7 +73,7 @@ class RouterMetrics:
         self.ranks = RankMetrics(self.registry)
 
     def _add_times(self) -> None:
-        self.stages = Histogram(
+        self.stages = Distribution(
             "pd_ttft_stage_seconds",
             "Where the time to the first token, and to the second, went",
             ["model", "stage"],
@@ -88,10 +89,12 @@ class RouterMetrics:
         self.inference = self._histogram(
             "pd_inference_seconds", "From the first chunk of prefill to the end", REQUEST_BUCKETS_S
         )
-        self.migration = self._histogram(
+        self.migration = Histogram(
             "pd_router_migration_seconds",
             "From the loss of a request's workers to its next token",
-            LATENCY_BUCKETS_S,
+            ["model"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
         )
 
     def _add_lengths(self) -> None:
@@ -266,8 +269,8 @@ class RouterMetrics:
     def _of_model(self, name: str, documentation: str, *labels: str) -> Counter:
         return self._counter(name, documentation, "model", *labels)
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, documentation, ["model"], buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Distribution:
+        return Distribution(name, documentation, ["model"], buckets=buckets, registry=self.registry)
 
 
 def _totals(counter: Counter, label: str) -> dict[str, int]:
