@@ -280,7 +280,8 @@ class Admission:
         self._num_in_flight -= num_choices
         self._in_flight[standing.tier] -= num_choices
         self._pace.note(num_choices, asyncio.get_running_loop().time())
-        self._let_in()
+        if self._line:
+            self._let_in()
 
     def count_body(self, num_bytes: int) -> None:
         """``num_bytes`` more (or fewer) are held."""
