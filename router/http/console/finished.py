@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.pool.members import WorkerKey
-from router.requests.generation import Generation, RequestTimings
+from router.requests.generation import Generation
+from router.requests.timings import RequestTimings
 
 MAX_FINISHED = 256
 WINDOW_S = 300.0
