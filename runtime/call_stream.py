@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -65,6 +66,8 @@ class StreamCall(asyncio.Future[ResponseT]):
         self.trace: TraceContext | None = current_trace()
         self.request = request
         self.timer: asyncio.TimerHandle | None = None
+        self.answered = 0.0
+        """When its answer was read, on the monotonic clock; 0: it was not."""
         self.alone: Any = None
         """The call of gRPC, where it has one of its own."""
         self._stream = stream
@@ -78,6 +81,7 @@ class StreamCall(asyncio.Future[ResponseT]):
 
     def take(self, response: bytes) -> None:
         """It was answered."""
+        self.answered = time.monotonic()
         try:
             self.set_result(self.method.parse(response))
         except Exception as error:
@@ -272,6 +276,7 @@ class CallStream:
             if call.timer is not None:
                 call.timer.cancel()
             if not call.done():
+                call.answered = time.monotonic()
                 call.set_result(response)
 
 

@@ -4,7 +4,7 @@ A request's way crosses processes three times on its way in and out. All of them
 the three legs between what the client and the fake workers saw are told apart: client to `Reserve`,
 its answer to `Run`, that one's answer to the client. What no leg can tell is whose part of it is:
 each holds the sending and the receiving of both ends, and their wait for a core. So what the router
-says of its own beginning and end of the request stands beside them.
+says of its own part stands beside them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from pathlib import Path
 from bench.router.load import Answer, Client, Router, arrive, body_of, percentile
 
 LEGS = ("client_to_reserve", "reserve_to_run", "run_to_client")
+FIRST_RATE = 300.0
+NUM_TRIALS = 2
+MIN_TRIAL = 50
 FLUSH_S = 0.2
 """Fake workers write their moments down once a step."""
 
@@ -56,9 +59,9 @@ class Added:
     takes fake workers and client to send and to receive."""
     legs: dict[str, Spread]
     """What the line above is the sum of."""
-    before_reserve: Spread
-    """By the router's clock, and with nobody else in it: from the handler's beginning to the first
-    call."""
+    in_router: Spread
+    """By the router's clock, to the first token: it had what it waited for, and had not handed on
+    what others wait for. Reading from sockets and writing to them are not in it."""
     after_first: Spread
     """The same, from the first token to the end of the answer, ready to be sent."""
     load_average: float
@@ -108,6 +111,19 @@ async def measure_added(router: Router, *, rate: float, num_requests: int) -> Ad
     return _added(load, shares, answers, read_stamps(router.stamps))
 
 
+async def rate_for(router: Router, share: float) -> float:
+    """Requests a second that take the router ``share`` of a core.
+
+    It is found by trying: what comes one by one shares no message and no cache, and costs up to
+    twice of what comes in a crowd.
+    """
+    rate = FIRST_RATE
+    for _ in range(NUM_TRIALS):
+        trial = await measure_added(router, rate=rate, num_requests=max(MIN_TRIAL, round(rate)))
+        rate *= share / trial.router_cpu_share
+    return rate
+
+
 def _added(
     load: str, shares: Sequence[float], answers: dict[str, Answer], stamps: dict[str, list[float]]
 ) -> Added:
@@ -122,7 +138,7 @@ def _added(
         first_bytes=Spread.of([answer.ttft_s for answer in answers.values()]),
         outside_workers=Spread.of([sum(each) for each in legs]),
         legs={name: Spread.of(values) for name, values in zip(LEGS, columns, strict=True)},
-        before_reserve=Spread.of([each["router_s"] for each in told]),
+        in_router=Spread.of([each["in_router_s"] for each in told]),
         after_first=Spread.of([each["total_s"] - each["ttft_s"] for each in told]),
         load_average=round(os.getloadavg()[0], 2),
     )

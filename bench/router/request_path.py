@@ -18,7 +18,7 @@ import sys
 
 import uvloop
 
-from bench.router.added import as_json, measure_added
+from bench.router.added import as_json, measure_added, rate_for
 from bench.router.load import (
     Router,
     measure_arrivals,
@@ -26,6 +26,9 @@ from bench.router.load import (
     measure_streams,
 )
 from bench.router.running import running_peer, running_router
+
+SHARES = (0.3, 0.7)
+"""Of a core, that the router is busy while it is asked what it adds."""
 
 
 async def measure_all(router: Router, options: argparse.Namespace) -> dict[str, object]:
@@ -46,10 +49,10 @@ async def measure_all(router: Router, options: argparse.Namespace) -> dict[str, 
     loaded = await measure_arrivals(router, rate=rate, num_requests=4 * most, max_tokens=1)
     added = []
     if router.stamps is not None:
-        added = [
-            await measure_added(router, rate=0.0, num_requests=most),
-            await measure_added(router, rate=rate, num_requests=4 * most),
-        ]
+        added.append(await measure_added(router, rate=0.0, num_requests=most))
+        for share in SHARES:
+            rate = await rate_for(router, share)
+            added.append(await measure_added(router, rate=rate, num_requests=4 * most))
     return {
         "added_ttft_p50_ms": alone.ttft_p50_ms,
         "added_ttft_p99_ms": alone.ttft_p99_ms,

@@ -71,6 +71,11 @@ class Stamps:
         if self._file is not None:
             self._file.flush()
 
+    def close(self) -> None:
+        """Keep nothing more."""
+        if self._file is not None:
+            self._file.close()
+
 
 class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
     """Both roles behind one port."""

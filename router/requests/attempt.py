@@ -207,6 +207,8 @@ class Attempt:
         num_breaks = stream.num_breaks
         call = stub.Reserve(request, timeout=RESERVE_TIMEOUT_S)
         response = await self._watch(call, Role.DECODE)
+        if not self._num_output_tokens:
+            generation.timings.reserved = call.answered
         if response.WhichOneof("result") != "reservation":
             raise error_from_proto(response.error)
         if stream.num_breaks != num_breaks:
@@ -243,6 +245,8 @@ class Attempt:
         queued = self._workers.pool.in_flight(prefill.key, num_tokens)
         with queued, self._seek_room() as roomy:
             response = await self._watch(call, Role.PREFILL, roomy)
+        if not self._num_output_tokens:
+            generation.timings.prefilled = call.answered
         if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)
             if error.code in OF_A_WORKER or error.worker_ended:

@@ -17,7 +17,11 @@ class RequestTimings:
 
     received: float
     reserve_sent: float = 0.0
+    reserved: float = 0.0
+    """When decode's answer was read from the wire."""
     run_sent: float = 0.0
+    prefilled: float = 0.0
+    """When prefill's answer was."""
     first_token: float = 0.0
     last_token: float = 0.0
     """When the latest was handed over."""
@@ -42,10 +46,17 @@ class RequestTimings:
         return seconds
 
     def split(self) -> dict[str, float]:
-        """Seconds per stage, those known; ``router_s`` is all before the first call to a worker."""
+        """Seconds per stage, those known.
+
+        ``router_s`` is all before the first call to a worker, ``in_router_s`` all of ``ttft_s``
+        that this process took itself: it had what it waited for.
+        """
+        own_s = self.reserve_sent - self.received + self.run_sent - self.reserved
+        own_s += self.first_token - self.prefilled
         stages = {
             "router_s": self.reserve_sent - self.received,
             "reserve_s": self.run_sent - self.reserve_sent,
+            "in_router_s": own_s if self.prefilled else -1.0,
             "ttft_s": self.first_token - self.received,
             "total_s": self.ended - self.received,
             "num_migrations": float(self.num_migrations),
