@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
@@ -216,10 +217,9 @@ class OpenAIEndpoints:
     ) -> web.StreamResponse:
         """Wait for a place, make tokens, run."""
         serving, body, backend = self._serving, call.body, call.backend
-        limits = limits_from_arrival(serving.section, call.received)
         async with backend.admission.admit(
             min(call.num_choices, MAX_PARALLEL),
-            limits,
+            partial(limits_from_arrival, serving.section, call.received),
             standing=call.standing,
             num_bytes=call.held.num_bytes,
         ) as place:
@@ -237,9 +237,7 @@ class OpenAIEndpoints:
             generations = [choice.generation for choice in info.choices]
             run = RequestRun(backend.pipeline, mailbox, generations, on_ended=place.give_back)
             form = form_of(body, info)
-            return await self._respond(
-                call, run, form, info, dialect=dialect, deadline=limits[0].until
-            )
+            return await self._respond(call, run, form, info, dialect)
 
     async def _respond(
         self,
@@ -247,12 +245,11 @@ class OpenAIEndpoints:
         run: RequestRun,
         form: ResponseFormat,
         info: ResponseInfo,
-        *,
         dialect: Dialect,
-        deadline: float,
     ) -> web.StreamResponse:
         """The answer; who takes longer for it than the request may is cut off."""
         serving = self._serving
+        deadline = call.received + serving.section.request_timeout_s
         slow = asyncio.get_running_loop().call_at(deadline + DELIVERY_S, cut_off_slow, call)
         try:
             async with run:

@@ -24,9 +24,9 @@ from runtime.pb import prefill_pb2
 Json = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Prompt:
-    """One prompt of a request."""
+    """One prompt of a request; nobody changes it."""
 
     token_ids: list[int]
     text: str | None = None
