@@ -18,7 +18,7 @@ import sys
 
 import uvloop
 
-from bench.router.added import as_json, measure_added, rate_for
+from bench.router.added import as_json, calmest, rate_for
 from bench.router.load import (
     Router,
     measure_arrivals,
@@ -49,10 +49,11 @@ async def measure_all(router: Router, options: argparse.Namespace) -> dict[str, 
     loaded = await measure_arrivals(router, rate=rate, num_requests=4 * most, max_tokens=1)
     added = []
     if router.stamps is not None:
-        added.append(await measure_added(router, rate=0.0, num_requests=most))
-        for share in SHARES:
-            rate = await rate_for(router, share)
-            added.append(await measure_added(router, rate=rate, num_requests=4 * most))
+        rates = [0.0, *[await rate_for(router, share) for share in SHARES]]
+        added = [
+            await calmest(router, rate, num_requests=most, num_rounds=options.rounds)
+            for rate in rates
+        ]
     return {
         "added_ttft_p50_ms": alone.ttft_p50_ms,
         "added_ttft_p99_ms": alone.ttft_p99_ms,
@@ -72,6 +73,7 @@ def main() -> int:
     parser.add_argument("--streams", type=int, nargs="+", default=[128, 384])
     parser.add_argument("--tokens", type=int, default=200, help="output tokens of one stream")
     parser.add_argument("--requests", type=int, default=300, help="requests for the added TTFT")
+    parser.add_argument("--rounds", type=int, default=12, help="of what the router adds")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the decode rank")
     parser.add_argument(
         "--pin", action="store_true", help="give our router the first core and the rest to others"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 def run(*options: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "bench.router.request_path", "--streams", "3", "--tokens", "5"]
     result = subprocess.run(
-        [*command, "--requests", "4", "--step-ms", "1", *options],
+        [*command, "--requests", "4", "--rounds", "2", "--step-ms", "1", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
