@@ -7,10 +7,12 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from router.distribution import Distribution
 from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role
 from router.rank_metrics import RankMetrics
 from router.shared_metrics import SharedMetrics
+from router.tally import CountTally
 from router.tier_metrics import TierMetrics
 from runtime.metrics import (
     ITL_BUCKETS_S,
@@ -46,6 +48,8 @@ class RouterMetrics:
             "endpoint",
             "status",
         )
+        self._answers: dict[tuple[str, str, int], CountTally] = {}
+        """What ``_requests`` is still to be told of, by its labels."""
         self._errors = self._counter("pd_router_request_errors", "Failed requests", "code")
         self.migrations = self._of_model(
             "pd_router_migrations", "Requests that went on at other workers", "reason"
@@ -69,7 +73,7 @@ class RouterMetrics:
         self.ranks = RankMetrics(self.registry)
 
     def _add_times(self) -> None:
-        self.stages = Histogram(
+        self.stages = Distribution(
             "pd_ttft_stage_seconds",
             "Where the time to the first token, and to the second, went",
             ["model", "stage"],
@@ -85,10 +89,12 @@ class RouterMetrics:
         self.inference = self._histogram(
             "pd_inference_seconds", "From the first chunk of prefill to the end", REQUEST_BUCKETS_S
         )
-        self.migration = self._histogram(
+        self.migration = Histogram(
             "pd_router_migration_seconds",
             "From the loss of a request's workers to its next token",
-            LATENCY_BUCKETS_S,
+            ["model"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
         )
 
     def _add_lengths(self) -> None:
@@ -153,6 +159,8 @@ class RouterMetrics:
         """Hand over what the paths of all models' requests have added up."""
         for model in self._models.values():
             model.settle()
+        for tally in self._answers.values():
+            tally.settle()
 
     def sums(self) -> CollectorRegistry:
         """What to read all metrics of; with a shared folder, the sums over all processes."""
@@ -193,6 +201,7 @@ class RouterMetrics:
 
     def answers(self) -> dict[str, int]:
         """Answers of this process's generation endpoints by HTTP status."""
+        self.settle()
         return _totals(self._requests, "status")
 
     def set_workers(self, members: Iterable[Member]) -> None:
@@ -211,7 +220,12 @@ class RouterMetrics:
 
     def count_request(self, model: str, endpoint: str, status: int) -> None:
         """One answer; ``model`` is "" where the request has asked for none that is here."""
-        self._requests.labels(model, endpoint, str(status)).inc()
+        key = model, endpoint, status
+        tally = self._answers.get(key)
+        if tally is None:
+            series = self._requests.labels(model, endpoint, str(status))
+            tally = self._answers[key] = CountTally(series)
+        tally.inc()
 
     def count_error(self, code: str) -> None:
         """One failure, also within a stream that began with status 200."""
@@ -255,8 +269,8 @@ class RouterMetrics:
     def _of_model(self, name: str, documentation: str, *labels: str) -> Counter:
         return self._counter(name, documentation, "model", *labels)
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, documentation, ["model"], buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Distribution:
+        return Distribution(name, documentation, ["model"], buckets=buckets, registry=self.registry)
 
 
 def _totals(counter: Counter, label: str) -> dict[str, int]:

@@ -7,19 +7,20 @@ sums over half a second are the same. One event loop owns a tally.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
+
+from router.distribution import Series
 
 
 class DeliveryTally:
     """Output tokens, and the time between deliveries of them."""
 
-    def __init__(self, tokens: Counter, intervals: Histogram) -> None:
+    def __init__(self, tokens: Counter, intervals: Series) -> None:
         """``settle`` adds to these two, which have no labels left to give."""
         self._tokens = tokens
         self._intervals = intervals
-        self._bounds = intervals._upper_bounds
+        self._bounds = intervals.bounds
         self._num_tokens = 0
         self._sum_s = 0.0
         self._counts = [0] * len(self._bounds)
@@ -37,7 +38,7 @@ class DeliveryTally:
         if not self._num_tokens:
             return
         self._tokens.inc(self._num_tokens)
-        _add_to(self._intervals, self._sum_s, self._counts)
+        self._intervals.add(self._counts, self._sum_s)
         self._num_tokens, self._sum_s = 0, 0.0
         self._counts = [0] * len(self._bounds)
 
@@ -62,11 +63,11 @@ class CountTally:
 
 
 class ValueTally:
-    """For a histogram."""
+    """For a distribution."""
 
-    def __init__(self, histogram: Histogram) -> None:
-        """``settle`` adds to ``histogram``, which has no labels left to give."""
-        self._histogram = histogram
+    def __init__(self, series: Series) -> None:
+        """``settle`` adds to ``series``."""
+        self._series = series
         self._values: list[float] = []
 
     def observe(self, value: float) -> None:
@@ -78,16 +79,8 @@ class ValueTally:
         values, self._values = self._values, []
         if not values:
             return
-        bounds = self._histogram._upper_bounds
+        bounds = self._series.bounds
         counts = [0] * len(bounds)
         for value in values:
             counts[bisect_left(bounds, value)] += 1
-        _add_to(self._histogram, sum(values), counts)
-
-
-def _add_to(histogram: Histogram, total: float, counts: Sequence[int]) -> None:
-    """Hand over values by bucket, and their sum; Prometheus adds the buckets up itself."""
-    histogram._sum.inc(total)
-    for bucket, count in enumerate(counts):
-        if count:
-            histogram._buckets[bucket].inc(count)
+        self._series.add(counts, sum(values))

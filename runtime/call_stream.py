@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -65,6 +66,8 @@ class StreamCall(asyncio.Future[ResponseT]):
         self.trace: TraceContext | None = current_trace()
         self.request = request
         self.timer: asyncio.TimerHandle | None = None
+        self.answered = 0.0
+        """When its answer was read, on the monotonic clock; 0: it was not."""
         self.alone: Any = None
         """The call of gRPC, where it has one of its own."""
         self._stream = stream
@@ -78,6 +81,7 @@ class StreamCall(asyncio.Future[ResponseT]):
 
     def take(self, response: bytes) -> None:
         """It was answered."""
+        self.answered = time.monotonic()
         try:
             self.set_result(self.method.parse(response))
         except Exception as error:
@@ -107,8 +111,8 @@ class CallStream:
         self._number = 0
         self._pending: dict[int, StreamCall[Any]] = {}
         """Begun and not answered, on the stream."""
-        self._unsent: dict[int, calls_pb2.CarriedCall] = {}
-        """By number; negative for a cancel."""
+        self._unsent: dict[int, tuple[StreamCall[Any], bytes] | None] = {}
+        """By number, each with its message; None, under a negative number: a cancel."""
         self._wake: asyncio.Future[None] | None = None
         """Of the task that sends, while there is nothing to send."""
         self._task: asyncio.Task[None] | None = None
@@ -129,7 +133,7 @@ class CallStream:
             self._start_alone(call)
             return call
         self._pending[call.number] = call
-        self._unsent[call.number] = _carried(call, data)
+        self._unsent[call.number] = call, data
         if self._task is None:
             self._task = self.loop.create_task(self._run(), name="calls", context=without_trace())
             self._task.add_done_callback(tell_failure)
@@ -145,7 +149,7 @@ class CallStream:
         if self._pending.pop(call.number, None) is None:
             return
         if self._unsent.pop(call.number, None) is None:
-            self._unsent[-call.number] = calls_pb2.CarriedCall(number=call.number)
+            self._unsent[-call.number] = None
             self._send_soon()
 
     async def close(self) -> None:
@@ -203,9 +207,17 @@ class CallStream:
         unsent = self._unsent
         batch, num_bytes = calls_pb2.CallBatch(), 0
         while unsent and num_bytes < MAX_BATCH_BYTES:
-            carried = unsent.pop(next(iter(unsent)))
-            num_bytes += len(carried.request)
-            batch.calls.append(carried)
+            number = next(iter(unsent))
+            begun = unsent.pop(number)
+            if begun is None:
+                batch.calls.add(number=-number)
+                continue
+            call, data = begun
+            num_bytes += len(data)
+            carried = batch.calls.add(number=number, method=call.method.name, request=data)
+            if call.trace is not None:
+                carried.traceparent = call.trace.header
+                carried.tracestate = call.trace.state
         return batch
 
     def _take(self, answer: calls_pb2.CarriedAnswer) -> None:
@@ -264,15 +276,8 @@ class CallStream:
             if call.timer is not None:
                 call.timer.cancel()
             if not call.done():
+                call.answered = time.monotonic()
                 call.set_result(response)
-
-
-def _carried(call: StreamCall[Any], data: bytes) -> calls_pb2.CarriedCall:
-    carried = calls_pb2.CarriedCall(number=call.number, method=call.method.name, request=data)
-    if call.trace is not None:
-        carried.traceparent = call.trace.header
-        carried.tracestate = call.trace.state
-    return carried
 
 
 def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:

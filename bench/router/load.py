@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +26,28 @@ _END_OF_CHUNKS = b"0\r\n\r\n"
 class Router:
     """A running router with its workers."""
 
-    def __init__(self, port: int, model: str, pid: int, log: Path) -> None:
-        """``log`` is what router and workers wrote."""
+    def __init__(
+        self, port: int, model: str, pid: int, log: Path, stamps: Path | None = None
+    ) -> None:
+        """``log`` is what router and workers wrote, ``stamps`` when workers had each request."""
         self.port = port
         self.model = model
         self.log = log
+        self.stamps = stamps
         self._pid = pid
 
     def cpu_s(self) -> float:
-        """CPU seconds that the router has used, in nanoseconds' steps.
+        """CPU seconds that the router has used."""
+        return self.times_s()[0]
+
+    def times_s(self) -> tuple[float, float]:
+        """(on a core, waiting for one) of all threads of the router, in nanoseconds' steps.
 
         The kernel's usual counters tick 100 times a second, which is nothing for a short run.
         """
         tasks = Path(f"/proc/{self._pid}/task").iterdir()
-        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+        rows = [(task / "schedstat").read_text().split() for task in tasks]
+        return sum(int(row[0]) for row in rows) / 1e9, sum(int(row[1]) for row in rows) / 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +85,27 @@ class Requests:
     load_average: float
 
 
-class _Answer:
-    """What came of one answer so far."""
+class Answer:
+    """What came of one answer so far; its moments are on the machine's monotonic clock."""
 
-    def __init__(self, sent_at: float, done: asyncio.Future[None]) -> None:
+    def __init__(self, sent_at: float, done: asyncio.Future[None], *, keeps: bool) -> None:
+        """``keeps``: all of it, for who wants to read it."""
         self.sent_at = sent_at
         self.first_at = 0.0
         self.num_events = 0
+        self.kept = b""
+        self._keeps = keeps
         self.head = b""
         self.has_head = False
         self.num_missing: int | None = None
         """Bytes of a body with a length; None: chunks, until their end."""
         self.tail = b""
         self.done = done
+
+    @property
+    def ttft_s(self) -> float:
+        """To the first bytes."""
+        return self.first_at - self.sent_at
 
     def add(self, data: bytes) -> bool:
         """Whether the answer is whole with ``data``.
@@ -102,6 +118,8 @@ class _Answer:
         if self.num_missing is not None:
             self.num_missing -= len(data)
             return self.num_missing <= 0
+        if self._keeps:
+            self.kept += data
         data = self.tail + data
         self.num_events += data.count(_EVENT)
         # A mark that is cut in two is found with the next bytes, a whole one not again.
@@ -131,7 +149,7 @@ class Client(asyncio.Protocol):
         self._router = router
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._answer: _Answer | None = None
+        self._answer: Answer | None = None
 
     @classmethod
     @asynccontextmanager
@@ -145,27 +163,32 @@ class Client(asyncio.Protocol):
         finally:
             transport.close()
 
-    async def ask(self, body: dict[str, object]) -> tuple[float, int]:
-        """(seconds to the first bytes, number of events) of one answer.
+    async def ask(
+        self, body: dict[str, object], *, request_id: str = "", keeps: bool = False
+    ) -> Answer:
+        """One answer, which it ``keeps`` where told so.
 
         Raises:
             RuntimeError: it is an error, or the connection ended before it did.
         """
         content = json.dumps({"model": self._router.model, "ignore_eos": True, **body}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\n"
+        if request_id:
+            head += f"x-request-id: {request_id}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         assert self._transport is not None
-        answer = self._answer = _Answer(time.perf_counter(), self._loop.create_future())
+        answer = Answer(time.monotonic(), self._loop.create_future(), keeps=keeps)
+        self._answer = answer
         self._transport.write(head.encode() + content)
         await answer.done
-        return answer.first_at - answer.sent_at, answer.num_events
+        return answer
 
     def data_received(self, data: bytes) -> None:
         """Some of the answer."""
         answer = self._answer
         if answer is None or answer.done.done():
             return
-        answer.first_at = answer.first_at or time.perf_counter()
+        answer.first_at = answer.first_at or time.monotonic()
         try:
             if answer.add(data):
                 answer.done.set_result(None)
@@ -186,16 +209,16 @@ def body_of(max_tokens: int, *, stream: bool) -> dict[str, object]:
 async def measure_streams(router: Router, num_streams: int, max_tokens: int) -> Streams:
     """Run ``num_streams`` at once, all to their end."""
 
-    async def one() -> tuple[float, int]:
+    async def one() -> Answer:
         async with Client.connected(router) as client:
             return await client.ask(body_of(max_tokens, stream=True))
 
     cpu_s, began = router.cpu_s(), time.perf_counter()
-    results = await asyncio.gather(*(one() for _ in range(num_streams)))
+    answers = await asyncio.gather(*(one() for _ in range(num_streams)))
     cpu_s, wall_s = router.cpu_s() - cpu_s, time.perf_counter() - began
     tokens = num_streams * max_tokens
-    events = sum(events - 1 for _, events in results)  # a finish reason has one of its own
-    ttft_ms = [1000 * ttft for ttft, _ in results]
+    events = sum(each.num_events - 1 for each in answers)  # a finish reason has one of its own
+    ttft_ms = [1000 * each.ttft_s for each in answers]
     return Streams(
         num_streams=num_streams,
         output_tokens=tokens,
@@ -220,8 +243,8 @@ async def measure_requests(
     async def client() -> None:
         async with Client.connected(router) as client:
             for _ in left:
-                ttft, _ = await client.ask(body_of(max_tokens, stream=stream))
-                ttft_s.append(ttft)
+                answer = await client.ask(body_of(max_tokens, stream=stream))
+                ttft_s.append(answer.ttft_s)
 
     cpu_s, began = router.cpu_s(), time.perf_counter()
     await asyncio.gather(*(client() for _ in range(concurrency)))
@@ -236,6 +259,21 @@ async def measure_arrivals(
 ) -> Requests:
     """Run short streams that arrive ``rate`` a second, evenly, whatever became of earlier ones."""
     ttft_s: list[float] = []
+
+    async def ask(client: Client, number: int) -> None:
+        answer = await client.ask(body_of(max_tokens, stream=True))
+        ttft_s.append(answer.ttft_s)
+
+    cpu_s, began = router.cpu_s(), time.perf_counter()
+    await arrive(router, rate, num_requests, ask)
+    seconds = router.cpu_s() - cpu_s, time.perf_counter() - began
+    return _requests(f"{rate:.0f} a second", body_of(max_tokens, stream=True), ttft_s, seconds)
+
+
+async def arrive(
+    router: Router, rate: float, num_requests: int, ask: Callable[[Client, int], Awaitable[None]]
+) -> None:
+    """Call ``ask`` with a free connection and a number, ``rate`` times a second."""
     began = time.perf_counter()
     arrivals = itertools.count()
 
@@ -244,13 +282,9 @@ async def measure_arrivals(
             while (number := next(arrivals)) < num_requests:
                 due = began + number / rate
                 await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                ttft, _ = await client.ask(body_of(max_tokens, stream=True))
-                ttft_s.append(ttft)
+                await ask(client, number)
 
-    cpu_s = router.cpu_s()
     await asyncio.gather(*(client() for _ in range(64)))
-    seconds = router.cpu_s() - cpu_s, time.perf_counter() - began
-    return _requests(f"{rate:.0f} a second", body_of(max_tokens, stream=True), ttft_s, seconds)
 
 
 def _requests(

@@ -25,16 +25,22 @@ from runtime.config import ClusterConfig
 from runtime.config_file import SECRET_VARIABLE, dump_config
 
 READY_S = 60.0
+ROOT = Path(__file__).parents[2]
 PEER_MODEL = "bench"
 
 
 @contextlib.contextmanager
-def running_router(step_ms: float, *, context: int = 0, **section: int) -> Iterator[Router]:
+def running_router(
+    step_ms: float, *, context: int = 0, tree: Path | None = None, pin: bool = False, **section: int
+) -> Iterator[Router]:
     """Router and workers as processes of their own, ended on exit.
 
     Args:
         step_ms: of the decode rank.
         context: tokens that the model claims to hold; 0: those that it does.
+        tree: of the code that the router runs; None: this one, as the workers do.
+        pin: the router has the first core for itself, and all others, this process included, the
+            rest.
         section: settings of the router.
     """
     built_in = ClusterConfig()
@@ -42,7 +48,8 @@ def running_router(step_ms: float, *, context: int = 0, **section: int) -> Itera
     router = dataclasses.replace(built_in.router, **changes)  # type: ignore[arg-type]
     config = resolve_config(dataclasses.replace(built_in, router=router))
     control = f"{HOST}:{config.router.control_port}"
-    env = {**os.environ, SECRET_VARIABLE: "benchmark"}
+    env = {**os.environ, SECRET_VARIABLE: "benchmark", "PYTHONPATH": str(ROOT)}
+    router_env = {**env, "PYTHONPATH": str(tree or ROOT)}
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder, contextlib.ExitStack() as s:
         if context:
             config = _with_context(config, Path(folder) / config.model.name, context)
@@ -50,13 +57,18 @@ def running_router(step_ms: float, *, context: int = 0, **section: int) -> Itera
         path.write_text(dump_config(config), encoding="utf-8")
         log = s.enter_context((Path(folder) / "log").open("w+b"))
         command = [sys.executable, "-m", "router", "--config", str(path)]
-        router_process = s.enter_context(_process(log, env, command))
+        router_process = s.enter_context(_process(log, router_env, command))
+        if pin:
+            _pin(router_process)
         options = ["--control", control, "--model", config.model.name, "--step-ms", str(step_ms)]
-        options += ["--max-model-len", str(context or 4096)]
+        stamps = Path(folder) / "stamps"
+        options += ["--max-model-len", str(context or 4096), "--stamps", str(stamps)]
         workers = [sys.executable, "-m", "bench.router.workers", *options]
         s.enter_context(_process(log, env, workers))
         _wait_ready(config.router.port, "/ready", log)
-        yield Router(config.router.port, config.model.name, router_process.pid, Path(log.name))
+        yield Router(
+            config.router.port, config.model.name, router_process.pid, Path(log.name), stamps
+        )
 
 
 @contextlib.contextmanager
@@ -93,12 +105,21 @@ def _with_context(config: ClusterConfig, folder: Path, context: int) -> ClusterC
 def _process(
     log: IO[bytes], env: dict[str, str], command: Sequence[str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    # In a folder without code: `-m` looks there first.
+    folder = Path(str(log.name)).parent
+    process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log)
     try:
         yield process
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+
+def _pin(router: subprocess.Popen[bytes]) -> None:
+    """Before it has threads: they have what they begin with, and so has what is started here."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(router.pid, {first})
+    os.sched_setaffinity(0, others)
 
 
 def _wait_ready(port: int, path: str, log: IO[bytes]) -> None:

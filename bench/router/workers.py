@@ -11,8 +11,10 @@ import argparse
 import asyncio
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from runtime.call_server import CarriedMethod, carry
 from runtime.net import Credentials, Listen
@@ -32,6 +34,7 @@ FIRST_TOKEN_ID = 300
 NUM_TOKEN_IDS = 3000
 """Outputs walk through so many ids from the first on: ordinary text tokens of the bundled model."""
 MAX_QUEUED_FRAMES = 4
+NUM_STAMPS = 4
 
 
 @dataclass(slots=True)
@@ -42,12 +45,52 @@ class _Running:
     max_tokens: int
 
 
+class Stamps:
+    """When the two calls of each request came and were answered: a line a request, in a file.
+
+    Four moments on the machine's monotonic clock, which all of its processes share.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """None: they are not kept."""
+        self._file = None if path is None else path.open("w", encoding="utf-8")
+        self._moments: dict[str, list[float]] = {}
+
+    def note(self, request_id: str, came_at: float) -> None:
+        """A call that came at ``came_at`` is answered now; a request's second one is its last."""
+        if self._file is None:
+            return
+        moments = self._moments.setdefault(request_id, [])
+        moments += came_at, time.monotonic()
+        if len(moments) == NUM_STAMPS:
+            del self._moments[request_id]
+            print(request_id, *moments, file=self._file)
+
+    def flush(self) -> None:
+        """Let others read what there is."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Keep nothing more."""
+        if self._file is not None:
+            self._file.close()
+
+
 class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
     """Both roles behind one port."""
 
     def __init__(
-        self, control: str, secret: str, model: str, step_s: float, *, max_model_len: int = 4096
+        self,
+        control: str,
+        secret: str,
+        model: str,
+        step_s: float,
+        *,
+        max_model_len: int = 4096,
+        stamps: Path | None = None,
     ) -> None:
+        self._stamps = Stamps(stamps)
         self._max_model_len = max_model_len
         self._control = control
         self._credentials = Credentials.of_secret(secret)
@@ -102,6 +145,7 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
         self, request: decode_pb2.ReserveRequest, context: object
     ) -> decode_pb2.ReserveResponse:
         """A place, at once."""
+        came_at = time.monotonic()
         self._reserved[request.request_id] = _Running(
             request.router_id,
             request.row_id,
@@ -109,12 +153,14 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
             request.sampling.max_tokens,
         )
         reservation = decode_pb2.Reservation(request_id=request.request_id, nonce=1)
+        self._stamps.note(request.request_id, came_at)
         return decode_pb2.ReserveResponse(reservation=reservation)
 
     async def Run(
         self, request: prefill_pb2.RunRequest, context: object
     ) -> prefill_pb2.RunResponse:
         """The first token, at once; the request is in the next step."""
+        came_at = time.monotonic()
         running = self._reserved.pop(request.request_id)
         index = request.num_output_tokens
         first = prefill_pb2.FirstToken(token_id=FIRST_TOKEN_ID + index % NUM_TOKEN_IDS, index=index)
@@ -122,6 +168,7 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
             first.finish_reason = common_pb2.FINISH_REASON_LENGTH
         else:
             self._running[request.request_id] = running
+        self._stamps.note(request.request_id, came_at)
         return prefill_pb2.RunResponse(first_token=first)
 
     async def Abort(
@@ -147,6 +194,7 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
         due = loop.time()
         while True:
             due = max(due + self._step_s, loop.time())
+            self._stamps.flush()
             for router_id, frame in self._step().items():
                 await self._streams[router_id].put(frame)
             await asyncio.sleep(max(0.0, due - loop.time()))
@@ -184,6 +232,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--stamps", type=Path, help="file for when each request came and went")
     options = parser.parse_args()
     workers = Workers(
         options.control,
@@ -191,6 +240,7 @@ def main() -> None:
         options.model,
         options.step_ms / 1000,
         max_model_len=options.max_model_len,
+        stamps=options.stamps,
     )
     asyncio.run(workers.serve())
 

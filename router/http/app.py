@@ -62,7 +62,8 @@ def create_app(
     cross_origin = CrossOrigin(serving.section.allowed_origins)
     answering = _answer_failures(serving, connections, cross_origin)
     app = web.Application(middlewares=[answering])
-    app.on_response_prepare.append(cross_origin.mark)
+    if serving.section.allowed_origins:
+        app.on_response_prepare.append(cross_origin.mark)
     app.router.add_routes(api_routes(serving))
     app.router.add_routes(routes)
     return app

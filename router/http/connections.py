@@ -92,6 +92,17 @@ class Connection(web.RequestHandler):
         if self.on_room is not None:
             self.on_room()
 
+    async def room(self) -> None:
+        """Return when the client takes what is sent, or is gone."""
+        if self.has_room or self.transport is None:
+            return
+        has_room = asyncio.Event()
+        self.on_room = has_room.set
+        try:
+            await has_room.wait()  # whose client leaves is cancelled
+        finally:
+            self.on_room = None
+
     def handle_error(
         self,
         request: web.BaseRequest,

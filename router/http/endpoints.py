@@ -10,12 +10,13 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
 from router.errors import NotReadyError
 from router.http.body import read_body
-from router.http.call import Call, RequestT, cut_off, cut_off_reader, headers_of
+from router.http.call import Call, RequestT, cut_off_reader, cut_off_slow, headers_of
 from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.conversation import new_reader, tells_reasoning
@@ -143,7 +144,7 @@ class OpenAIEndpoints:
         answer: Callable[[Call[RequestT]], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
         """Let ``request`` in and ``answer`` it, once its body is known to be one that can be."""
-        received = asyncio.get_running_loop().time()
+        received = time.monotonic()
         serving = self._serving
         with serving.backends.body() as held:
             call = await self._receive(request, parse, check, held, received)
@@ -216,10 +217,9 @@ class OpenAIEndpoints:
     ) -> web.StreamResponse:
         """Wait for a place, make tokens, run."""
         serving, body, backend = self._serving, call.body, call.backend
-        limits = limits_from_arrival(serving.section, call.received)
         async with backend.admission.admit(
             min(call.num_choices, MAX_PARALLEL),
-            limits,
+            partial(limits_from_arrival, serving.section, call.received),
             standing=call.standing,
             num_bytes=call.held.num_bytes,
         ) as place:
@@ -237,9 +237,7 @@ class OpenAIEndpoints:
             generations = [choice.generation for choice in info.choices]
             run = RequestRun(backend.pipeline, mailbox, generations, on_ended=place.give_back)
             form = form_of(body, info)
-            return await self._respond(
-                call, run, form, info, dialect=dialect, deadline=limits[0].until
-            )
+            return await self._respond(call, run, form, info, dialect)
 
     async def _respond(
         self,
@@ -247,14 +245,14 @@ class OpenAIEndpoints:
         run: RequestRun,
         form: ResponseFormat,
         info: ResponseInfo,
-        *,
         dialect: Dialect,
-        deadline: float,
     ) -> web.StreamResponse:
         """The answer; who takes longer for it than the request may is cut off."""
         serving = self._serving
+        deadline = call.received + serving.section.request_timeout_s
+        slow = asyncio.get_running_loop().call_at(deadline + DELIVERY_S, cut_off_slow, call)
         try:
-            async with asyncio.timeout_at(deadline + DELIVERY_S), run:
+            async with run:
                 responder = Responder(
                     run,
                     info,
@@ -266,11 +264,9 @@ class OpenAIEndpoints:
                 )
                 if call.body.stream:
                     return await responder.stream(call.request, call.request_id)
-                return await responder.body()
-        except TimeoutError as error:
-            cut_off(call, "it did not take its answer within router.request_timeout_s")
-            raise ConnectionAbortedError("the client was too slow") from error
+                return await responder.body(call.request_id)
         finally:
+            slow.cancel()
             if call.use is not None:
                 call.use.num_output_tokens += sum(c.generation.num_tokens for c in info.choices)
             if serving.spans is not None:

@@ -79,7 +79,7 @@ def _parts(whole: Span, choice: Choice) -> list[Span]:
         ("queue", times.received, times.reserve_sent, first),
         ("reserve", times.reserve_sent, times.run_sent, first),
         ("prefill", times.run_sent, times.first_token, first),
-        ("decode", times.first_token, times.last_token, latest),
+        ("decode", times.first_token, max(times.first_token, times.last_token), latest),
     )
     stages = [
         whole.below(f"router.{name}", start, end, **given, **workers)

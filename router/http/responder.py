@@ -8,6 +8,7 @@ arrives in one turn of the event loop is one write.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -20,6 +21,7 @@ from router.http.dialect import Dialect
 from router.http.errors import failure_from
 from router.http.flow import TextFlow
 from router.http.outlet import Outlet
+from router.http.reply import Reply
 from router.http.response import Choice, ResponseFormat, ResponseInfo, TextEvents
 from router.model_metrics import ModelMetrics
 from router.requests.generation import Output
@@ -31,15 +33,7 @@ from runtime.pb import prefill_pb2
 logger = get_logger(__name__)
 
 TIMINGS_HEADER = "x-tandem-timings"
-
-
-class _EventStream(web.StreamResponse):
-    """Keeps its headers until the first event, so that both are one system call.
-
-    As aiohttp's own ``web.Response`` does; where a version knows no such switch, they go before.
-    """
-
-    _send_headers_immediately = False
+_WHOLE = {"Content-Type": "application/json"}
 
 
 class Responder:
@@ -70,16 +64,14 @@ class Responder:
         self._num_open = len(info.choices)
         self._last_delivery = [0.0] * len(info.choices)
 
-    async def body(self) -> web.Response:
+    async def body(self, request_id: str) -> web.StreamResponse:
         """The whole answer at once."""
         await self._follow(None)
         self._raise_failure()
-        headers = {**self._headers, **self._info.routing()}
+        headers = {**self._headers, **self._info.routing(), **_WHOLE, "x-request-id": request_id}
         if self._info.wants_timings:
             headers[TIMINGS_HEADER] = orjson.dumps(self._info.timings()).decode()
-        return web.Response(
-            body=self._form.closing(), content_type="application/json", headers=headers
-        )
+        return Reply(headers, self._form.closing())
 
     async def stream(self, request: web.Request, request_id: str) -> web.StreamResponse:
         """The answer as server-sent events; a failure before the first of them is raised."""
@@ -90,7 +82,7 @@ class Responder:
             data = self._absorb(outputs) if outputs else sse.KEEP_ALIVE
             self._raise_failure()
             headers = {**self._headers, **self._info.routing(), **sse.HEADERS}
-            response = _EventStream(headers={**headers, "x-request-id": request_id})
+            response = Reply({**headers, "x-request-id": request_id})
             await response.prepare(request)
             try:
                 if self._num_open:
@@ -196,7 +188,7 @@ class Responder:
                 break
             if output.first is not None:
                 parts.append(self._form.opening(choice, output.first))
-                self._measure_first(choice, output.first, now)
+                self._measure_first(choice, output.first)
             elif output.token_ids:
                 interval_s = now - self._last_delivery[choice.index]
                 self._deliveries.add(len(output.token_ids), interval_s)
@@ -210,18 +202,18 @@ class Responder:
                 continue
             parts.append(self._form.piece(choice, piece))
             if piece.finish_reason is not None:
-                self._end(choice, output, piece.finish_reason, now)
+                self._end(choice, output, piece.finish_reason)
         return b"".join(parts)
 
-    def _measure_first(self, choice: Choice, first: prefill_pb2.FirstToken, now: float) -> None:
+    def _measure_first(self, choice: Choice, first: prefill_pb2.FirstToken) -> None:
         self._deliveries.add(1, None)
-        self._metrics.ttft.observe(now - choice.generation.timings.received)
+        self._metrics.ttft.observe(time.monotonic() - choice.generation.timings.received)
         self._metrics.cached_tokens.inc(first.num_cached_tokens)
 
-    def _end(self, choice: Choice, output: Output, reason: str, now: float) -> None:
+    def _end(self, choice: Choice, output: Output, reason: str) -> None:
         self._num_open -= 1
         generation = choice.generation
-        generation.timings.ended = now
+        generation.timings.ended = time.monotonic()
         split = generation.timings.split()
         self._metrics.choice_finished(
             reason,

@@ -24,9 +24,9 @@ from runtime.pb import prefill_pb2
 Json = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Prompt:
-    """One prompt of a request."""
+    """One prompt of a request; nobody changes it."""
 
     token_ids: list[int]
     text: str | None = None
@@ -47,7 +47,7 @@ class Choice:
     text: ChoiceText
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ResponseInfo:
     """What every chunk and body of one answer repeats, and what the client asked to be told."""
 
@@ -131,7 +131,7 @@ class ResponseInfo:
     def timings(self) -> dict[str, float]:
         """Seconds by stage, of the first choice; with drafts what a step gave it."""
         generation = self.choices[0].generation
-        drafts, split = generation.drafts, generation.timings.split()
+        drafts, split = generation.drafts, generation.timings.told()
         if not drafts.num_verifications:
             return split
         return {**split, "accept_length": round(drafts.accept_length, 4)}

@@ -105,7 +105,9 @@ class MergedLoad:
         self.num_ours += 1
         self._our_tokens += num_tokens
         self._entered += num_tokens
-        self._most = self._most.or_more(_Ours(self.num_ours, self._our_tokens))
+        most = self._most
+        if self.num_ours > most.num_requests or self._our_tokens > most.num_tokens:
+            self._most = most.or_more(_Ours(self.num_ours, self._our_tokens))
 
     def leave(self, num_tokens: int) -> None:
         """One of them has ended."""

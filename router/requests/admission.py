@@ -42,8 +42,6 @@ WAIT_SHARE = 0.5
 """Of that target, what a request may wait here: workers need the rest."""
 REQUESTS_OF_SILENT_RANK = 128
 """Of a decode rank that does not say how many it takes on."""
-
-
 MAX_RETRY_AFTER_S = 60.0
 
 
@@ -59,6 +57,10 @@ def limit_of(decodes: Iterable[Member], num_processes: int, share: float = LET_I
     return math.ceil(share * sum(shares) / num_processes)
 
 
+Limits = Callable[[], Collection[Budget]]
+"""A request's own, made where it has to wait."""
+
+
 class Place:
     """A request's place in flight; may be given back before its answer is out."""
 
@@ -67,7 +69,7 @@ class Place:
         self._num_choices = num_choices
         self._standing = standing
 
-    async def take(self, limits: Collection[Budget], num_bytes: int) -> None:
+    async def take(self, limits: Limits, num_bytes: int) -> None:
         """Wait for it; to be called once."""
         await self._admission.wait_for_place(self._num_choices, self._standing, limits, num_bytes)
 
@@ -83,7 +85,7 @@ class Entry:
 
     __slots__ = ("_limits", "_num_bytes", "_place")
 
-    def __init__(self, place: Place, limits: Collection[Budget], num_bytes: int) -> None:
+    def __init__(self, place: Place, limits: Limits, num_bytes: int) -> None:
         self._place = place
         self._limits = limits
         self._num_bytes = num_bytes
@@ -238,7 +240,7 @@ class Admission:
     def admit(
         self,
         num_choices: int,
-        limits: Collection[Budget] = (),
+        limits: Limits = tuple,
         *,
         standing: Standing = NO_TIER,
         num_bytes: int = 0,
@@ -251,7 +253,7 @@ class Admission:
         return Entry(Place(self, num_choices, standing), limits, num_bytes)
 
     async def wait_for_place(
-        self, num_choices: int, standing: Standing, limits: Collection[Budget], num_bytes: int
+        self, num_choices: int, standing: Standing, limits: Limits, num_bytes: int
     ) -> None:
         """Count ``num_choices`` as in flight when it is their turn.
 
@@ -263,7 +265,7 @@ class Admission:
         if self._draining:
             raise _draining()
         if self._line or self._num_in_flight >= self._limit:
-            await self._wait(_Waiter(num_choices, standing, num_bytes), limits)
+            await self._wait(_Waiter(num_choices, standing, num_bytes), limits())
         else:
             self._take(num_choices, standing)
 
@@ -280,7 +282,8 @@ class Admission:
         self._num_in_flight -= num_choices
         self._in_flight[standing.tier] -= num_choices
         self._pace.note(num_choices, asyncio.get_running_loop().time())
-        self._let_in()
+        if self._line:
+            self._let_in()
 
     def count_body(self, num_bytes: int) -> None:
         """``num_bytes`` more (or fewer) are held."""

@@ -10,6 +10,7 @@ cancelled. See docs/adr/0010-claims.md.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -136,6 +137,7 @@ class Attempt:
         """
         self._workers = workers
         self._generation = generation
+        self._loop = generation.loop
         self._sink = AttemptSink(generation)
         self._pair, self._budget = pair, budget
         self._seek_room = seek_room
@@ -162,7 +164,7 @@ class Attempt:
         generation.phase = "connecting to decode"
         generation.workers = self._pair.keys
         generation.worker_request_id = self.worker_request_id
-        generation.timings.attempt_started = asyncio.get_running_loop().time()
+        generation.timings.attempt_started = self._loop.time()
         self.culprits = {decode.key}
         await stream.standing()
         row_id = stream.attach(self.worker_request_id, sink)
@@ -186,7 +188,7 @@ class Attempt:
         generation.phase = "reserving in decode"
         self.culprits = {pair.decode.key}
         if not self._num_output_tokens:
-            generation.timings.reserve_sent = asyncio.get_running_loop().time()
+            generation.timings.reserve_sent = time.monotonic()
         request = decode_pb2.ReserveRequest(
             request_id=self.worker_request_id,
             router_id=self._workers.router_id,
@@ -205,6 +207,8 @@ class Attempt:
         num_breaks = stream.num_breaks
         call = stub.Reserve(request, timeout=RESERVE_TIMEOUT_S)
         response = await self._watch(call, Role.DECODE)
+        if not self._num_output_tokens:
+            generation.timings.reserved = call.answered
         if response.WhichOneof("result") != "reservation":
             raise error_from_proto(response.error)
         if stream.num_breaks != num_breaks:
@@ -219,7 +223,7 @@ class Attempt:
         generation.phase = "waiting for prefill"
         self.culprits = set()
         self.has_prefilled = True
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         if self.queued_since is None:
             self.queued_since = now
         if not self._num_output_tokens:
@@ -241,6 +245,8 @@ class Attempt:
         queued = self._workers.pool.in_flight(prefill.key, num_tokens)
         with queued, self._seek_room() as roomy:
             response = await self._watch(call, Role.PREFILL, roomy)
+        if not self._num_output_tokens:
+            generation.timings.prefilled = call.answered
         if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)
             if error.code in OF_A_WORKER or error.worker_ended:
@@ -260,7 +266,7 @@ class Attempt:
             raise
 
     def _time_left(self) -> float:
-        return max(0.001, self._budget.left(asyncio.get_running_loop().time()))
+        return max(0.001, self._budget.left(self._loop.time()))
 
     def _sampling_to_send(self) -> common_pb2.SamplingParams:
         sampling = self._generation.sampling
@@ -272,7 +278,7 @@ class Attempt:
         """If other workers were lost before, the request has moved with this token."""
         timings = self._generation.timings
         if timings.lost:
-            seconds = timings.migrated(asyncio.get_running_loop().time())
+            seconds = timings.migrated(self._loop.time())
             self._workers.metrics.migration.observe(seconds)
             text = "a request goes on request_id=%s prefill=%s decode=%s seconds=%.3f "
             text += "context_tokens=%d cached_tokens=%d"
@@ -338,6 +344,8 @@ class Attempt:
 
     def _result_of(self, call: asyncio.Future[T], leg: Role) -> T:
         """The result of a finished call; one that gRPC broke is the loss of that worker."""
+        if not call.cancelled() and call.exception() is None:
+            return call.result()
         key = self._pair.prefill.key if leg is Role.PREFILL else self._pair.decode.key
         peer = f"{leg.value} {key}"
         if call.cancelled():

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from router.pool.members import WorkerKey
 from router.requests.drafts import DraftCounts
+from router.requests.timings import RequestTimings
 from runtime.errors import TandemError
 from runtime.pb import common_pb2, prefill_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
@@ -189,52 +191,6 @@ class PastAttempt:
     """Why it ended: an error code, or that another rank has room."""
 
 
-@dataclass(slots=True)
-class RequestTimings:
-    """Moments of one choice on the event loop's clock, and what workers measured, in seconds."""
-
-    received: float
-    reserve_sent: float = 0.0
-    run_sent: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
-    """When the latest was handed over."""
-    ended: float = 0.0
-    num_migrations: int = 0
-    migration_s: float = 0.0
-    """From losses of workers to the next tokens, in all."""
-    attempt_started: float = 0.0
-    """The latest one."""
-    lost: float = 0.0
-    """Since when the choice is without workers; 0: it has them."""
-    worker: dict[str, float] = field(default_factory=dict)
-
-    def merge(self, timings: common_pb2.Timings) -> None:
-        """Keep what ``timings`` says; a field that nobody filled is left out."""
-        self.worker.update({item.name: value for item, value in timings.ListFields()})
-
-    def migrated(self, now: float) -> float:
-        """The next token after a loss is there; returns how long it took."""
-        seconds, self.lost = now - self.lost, 0.0
-        self.migration_s += seconds
-        return seconds
-
-    def split(self) -> dict[str, float]:
-        """Seconds per stage, those known; ``router_s`` is all before the first call to a worker."""
-        stages = {
-            "router_s": self.reserve_sent - self.received,
-            "reserve_s": self.run_sent - self.reserve_sent,
-            "ttft_s": self.first_token - self.received,
-            "total_s": self.ended - self.received,
-            "num_migrations": float(self.num_migrations),
-            "migration_s": self.migration_s,
-        }
-        known = {name: round(value, 6) for name, value in stages.items() if value >= 0.0}
-        for name, value in self.worker.items():
-            known[name] = round(value, 6)
-        return known
-
-
 class Generation:
     """The state of one choice, over all attempts. Owned by the pipeline task that drives it."""
 
@@ -284,7 +240,8 @@ class Generation:
         self.flow: Flow | None = None
         """Is asked first whether it takes plain tokens, while the mailbox is empty."""
         self._mailbox = mailbox
-        self._loop = asyncio.get_running_loop()  # asking for it again costs a system call a token
+        self.loop = asyncio.get_running_loop()
+        """Kept: asking for it is a system call, and a request would do so twenty times."""
 
     @property
     def num_tokens(self) -> int:
@@ -298,7 +255,7 @@ class Generation:
 
     def standing_now(self) -> Standing:
         """With what is left of its target; nothing is, once the client has its first token."""
-        waited_s = math.inf if self.num_tokens else self._loop.time() - self.timings.received
+        waited_s = math.inf if self.num_tokens else self.loop.time() - self.timings.received
         return self.standing.with_ttft_left(waited_s)
 
     def finish_so_far(self) -> FinishReason | None:
@@ -322,7 +279,7 @@ class Generation:
             request_id=self.worker_request_id,
             workers=self.workers,
             started=self.timings.attempt_started,
-            ended=self._loop.time(),
+            ended=self.loop.time(),
             num_tokens=self.num_tokens,
             reason=reason,
         )
@@ -341,7 +298,7 @@ class Generation:
     ) -> None:
         """The first output token of all."""
         timings = self.timings
-        timings.first_token = timings.last_token = self._loop.time()
+        timings.first_token = timings.last_token = time.monotonic()
         self.num_cached_tokens = first.num_cached_tokens
         token_ids = (first.token_id,)
         self.output_token_ids += token_ids
@@ -355,7 +312,7 @@ class Generation:
         num_drafts: int = 0,
     ) -> None:
         """The tokens that follow, of a step that verified ``num_drafts``, or the end alone."""
-        self.timings.last_token = self._loop.time()
+        self.timings.last_token = self.loop.time()
         self.output_token_ids += token_ids
         output = Output(self.index, token_ids, logprobs, finish, num_drafts=num_drafts)
         self._mailbox.put(output)

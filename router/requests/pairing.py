@@ -75,7 +75,7 @@ class PairFinder:
     def __init__(self, pairing: Pairing, generation: Generation) -> None:
         self._pairing = pairing
         self._generation = generation
-        self._loop = asyncio.get_running_loop()
+        self._loop = generation.loop
         self._excluded_until: dict[WorkerKey, float] = {}
         self._suspected_until: dict[WorkerKey, float] = {}
         self._preferred: WorkerKey | None = None

@@ -28,9 +28,10 @@ PATIENCE_GROWTH = 4.0
 
 
 @dataclass(slots=True, eq=False)
-class _Seeker:
-    """One attempt that waits for its prompt's turn."""
+class Seeker:
+    """One attempt that waits for its prompt's turn, while it is entered."""
 
+    rooms: Rooms
     pair: Pair
     shape: Callable[[], RequestShape]
     patience_s: float
@@ -40,22 +41,12 @@ class _Seeker:
     on_way_to: list[WorkerKey] = field(default_factory=list)
     blocked_since: float | None = None
 
-
-class Seeking:
-    """One seeker, while it is entered."""
-
-    __slots__ = ("_rooms", "_seeker")
-
-    def __init__(self, rooms: Rooms, seeker: _Seeker) -> None:
-        self._rooms = rooms
-        self._seeker = seeker
-
     def __enter__(self) -> asyncio.Future[Pair]:
-        self._rooms.enter(self._seeker)
-        return self._seeker.roomy
+        self.rooms.enter(self)
+        return self.roomy
 
     def __exit__(self, *_: object) -> None:
-        self._rooms.leave(self._seeker)
+        self.rooms.leave(self)
 
 
 class Rooms:
@@ -65,7 +56,7 @@ class Rooms:
         """``pick``: the best pair for a request, or NoWorkersError."""
         self._pool = pool
         self._pick = pick
-        self._seekers: dict[_Seeker, None] = {}  # in the order in which they came
+        self._seekers: dict[Seeker, None] = {}  # in the order in which they came
         self._on_way: Counter[WorkerKey] = Counter()
         """Tokens of requests that may not be in a rank's reports yet."""
         self._timer: asyncio.TimerHandle | None = None
@@ -78,7 +69,7 @@ class Rooms:
         standing: Standing = NO_TIER,
         *,
         num_tokens: int,
-    ) -> Seeking:
+    ) -> Seeker:
         """While entered, look for room; the future is a pair that has some.
 
         Args:
@@ -89,15 +80,15 @@ class Rooms:
             num_tokens: that a rank has to have room for.
         """
         roomy: asyncio.Future[Pair] = asyncio.get_running_loop().create_future()
-        return Seeking(self, _Seeker(pair, shape, patience_s, num_tokens, roomy, standing))
+        return Seeker(self, pair, shape, patience_s, num_tokens, roomy, standing)
 
-    def enter(self, seeker: _Seeker) -> None:
+    def enter(self, seeker: Seeker) -> None:
         """It waits from now on."""
         self._seekers[seeker] = None
         self._send(seeker, seeker.pair.decode.key)
         self._look_later()
 
-    def leave(self, seeker: _Seeker) -> None:
+    def leave(self, seeker: Seeker) -> None:
         """It waits no more."""
         del self._seekers[seeker]
         for key in seeker.on_way_to:
@@ -124,7 +115,7 @@ class Rooms:
                 self._send(seeker, pair.decode.key)
                 seeker.roomy.set_result(pair)
 
-    def _is_blocked(self, seeker: _Seeker, now: float) -> bool:
+    def _is_blocked(self, seeker: Seeker, now: float) -> bool:
         key = seeker.pair.decode.key
         is_there = self._pool.member(key) is not None  # else it is lost, and others say so
         if not is_there or not self._pool.reported_load(key).num_requests_blocked:
@@ -134,7 +125,7 @@ class Rooms:
             seeker.blocked_since = now
         return now - seeker.blocked_since >= seeker.patience_s
 
-    def _with_room(self, seeker: _Seeker) -> Pair | None:
+    def _with_room(self, seeker: Seeker) -> Pair | None:
         candidates = self._pool.candidates(Role.DECODE)
         full = {c.member.key for c in candidates if self._room(c) < seeker.num_tokens}
         full.add(seeker.pair.decode.key)
@@ -159,7 +150,7 @@ class Rooms:
             return 0
         return report.num_free_blocks * member.block_size - self._on_way[member.key]
 
-    def _send(self, seeker: _Seeker, key: WorkerKey) -> None:
+    def _send(self, seeker: Seeker, key: WorkerKey) -> None:
         seeker.on_way_to.append(key)
         self._on_way[key] += seeker.num_tokens
 

@@ -47,7 +47,6 @@ class RequestRun:
         self._num_running = len(self._tasks)
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
-            task.add_done_callback(tell_failure)
         return self
 
     async def __aexit__(
@@ -68,6 +67,7 @@ class RequestRun:
         self._tasks[index].cancel()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
+        tell_failure(task)
         self._num_running -= 1
         if self._num_running == 0:
             self._on_ended()

@@ -33,7 +33,7 @@ class AttemptSink:
         """Whether both workers have begun: a token needs nothing but its place in the output."""
         self._is_whole = False
         """Whether decode has said its last, which may wait for prefill's token."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = generation.loop
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.is_reserved = False
         """Whether decode knows the attempt."""

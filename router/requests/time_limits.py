@@ -40,8 +40,8 @@ class TimeLimits:
         self.request = Budget.start(
             BudgetKind.REQUEST, section.request_timeout_s, received, "router.request_timeout_s"
         )
-        self._loop = asyncio.get_running_loop()
-        self._scope = asyncio.timeout(None)
+        self._loop = generation.loop
+        self._task: asyncio.Task[object] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._over: Budget | None = None
 
@@ -52,13 +52,15 @@ class TimeLimits:
             DeadlineExceededError: a limit is over, and ``work`` was cancelled.
         """
         generation = self._generation
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        num_others = task.cancelling()
+        self._set_timer()
         try:
-            async with self._scope:
-                self._set_timer()
-                await work
-        except TimeoutError:
-            if self._over is None or not self._scope.expired():
-                raise  # of the work itself
+            await work
+        except asyncio.CancelledError:
+            if self._over is None or task.uncancel() > num_others:
+                raise  # by somebody else
             raise self._over.error(generation.phase, generation.request_id) from None
         finally:
             if self._timer is not None:
@@ -91,6 +93,7 @@ class TimeLimits:
         current, now = self._current(), self._loop.time()
         if current.is_over(now):
             self._over = current
-            self._scope.reschedule(now)
+            assert self._task is not None
+            self._task.cancel()
         else:
             self._set_timer()

@@ -9,9 +9,11 @@ from router.pool.members import WorkerKey
 from router.pool.prefix_index import NO_MATCH, PrefixMatch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestShape:
     """One request as the policy sees it, anew for each attempt.
+
+    Nobody changes it. It is not frozen because making it would take three times as long.
 
     Attributes:
         num_context_tokens: to be prefilled: the prompt, and the output so far.

@@ -22,9 +22,9 @@ from runtime.sampling import FinishReason
 _NAMES = {FinishReason.STOP: "stop", FinishReason.COMPLETE: "stop", FinishReason.LENGTH: "length"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OutputOptions:
-    """How one request wants its text."""
+    """How one request wants its text; nobody changes it."""
 
     stops: Sequence[str] = ()
     include_stop: bool = False

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from router.pool.members import WorkerKey
-from router.requests.generation import Generation, RequestTimings
+from router.requests.generation import Generation
+from router.requests.timings import RequestTimings
 
 MAX_FINISHED = 256
 WINDOW_S = 300.0
@@ -63,7 +64,7 @@ class _Kept(NamedTuple):
 
 def _finished_from(kept: _Kept) -> Finished | None:
     """None of one that had not ended by itself."""
-    split = kept.timings.split()
+    split = kept.timings.told()
     if "total_s" not in split:
         return None
     ttft_s = split.get("ttft_s", 0.0)

@@ -199,6 +199,7 @@ async def test_timings_on_request(client, cluster: Cluster) -> None:
     assert timings["prefill_compute_s"] == pytest.approx(0.003)
     assert timings["kv_transfer_s"] == pytest.approx(0.002)
     assert 0 <= timings["router_s"] <= timings["ttft_s"] <= timings["total_s"]
+    assert timings["router_s"] <= timings["in_router_s"] <= timings["ttft_s"]
     assert "x-tandem-timings" in raw.headers
     stream = await chat(client, stream=True, extra_body={"timings": True})
     last = [chunk async for chunk in stream][-1]

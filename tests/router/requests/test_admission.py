@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -174,7 +175,7 @@ async def test_the_time_of_a_request_runs_in_the_queue() -> None:
     arrived = asyncio.get_running_loop().time() - 2.0
     async with admission.admit(1):
         with pytest.raises(DeadlineExceededError, match=r"first_token_timeout_s.*while 1 "):
-            async with admission.admit(1, limits_from_arrival(section, arrived)):
+            async with admission.admit(1, partial(limits_from_arrival, section, arrived)):
                 pass
     assert (admission.num_in_flight, admission.num_waiting) == (0, 0)
 
