@@ -22,13 +22,14 @@ def streams() -> Streams:
     return Streams(torch.device("cuda", torch.cuda.current_device()))
 
 
-def test_three_uses_have_three_streams_of_the_steps_priority(streams: Streams) -> None:
+def test_each_use_has_a_stream_of_the_steps_priority(streams: Streams) -> None:
     pool = KVPool(4, 2, 64, KVSpec.shared(64), dtype=torch.bfloat16, device=streams.device)
     SideStream(streams)
     PinnedBlocks(pool, 2, streams)
     PinnedBlocks(pool, 2, streams)
     Capture(streams)
     Capture(streams)
+    streams.of(StreamUse.EXPERT_COPIES)
     assert set(streams.uses) == set(StreamUse)
     found = [streams.of(use) for use in StreamUse]
     current = torch.cuda.current_stream()

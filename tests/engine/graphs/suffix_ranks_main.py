@@ -35,7 +35,6 @@ from tests.engine.graphs.uneven_main import NARROW
 
 BLOCK_SIZE, MAX_SEQS, MAX_MODEL_LEN, BUCKETS = 64, 4, 2048, (16, 64, 256)
 WIDTH = MAX_MODEL_LEN // BLOCK_SIZE
-NUM_BLOCKS = 1 + MAX_SEQS * WIDTH
 STEPS = (
     [(64, 2048)],
     [(1, 2000), (40, 1500), (23, 64)],
@@ -44,6 +43,7 @@ STEPS = (
     [(5, 5), (5, 2001), (5, 1000), (1, 1)],
 )
 """Queries and positions of each sequence."""
+NUM_BLOCKS = 1 + sum(map(len, STEPS)) * WIDTH
 NUM_ROUNDS = {"cpu": 1, "cuda": 8}
 """Of all steps: a kernel that begins too early need not do so each time."""
 
@@ -80,10 +80,14 @@ def sum_bits(values: Tensor) -> int:
     return int((bits * (places % 65521)).sum())
 
 
-def schedule(lengths: list[tuple[int, int]], seed: int) -> list[ScheduledRequest]:
-    """Return suffixes, the same on all ranks."""
-    draw = random.Random(seed)
-    blocks = draw.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
+def schedule(step: int) -> list[ScheduledRequest]:
+    """Return the suffixes of a step, the same on all ranks.
+
+    No step writes what another reads: every round finds what the first one found.
+    """
+    draw, lengths = random.Random(step), STEPS[step]
+    first = 1 + sum(map(len, STEPS[:step])) * WIDTH
+    blocks = draw.sample(range(first, first + len(lengths) * WIDTH), len(lengths) * WIDTH)
     return [
         ScheduledRequest(
             Request(
@@ -169,9 +173,9 @@ def _run_steps(graphs: SuffixGraphs, pool: KVPool, device: torch.device) -> list
     sums = []
     for _ in range(NUM_ROUNDS[device.type]):
         hidden = []
-        for seed, lengths in enumerate(STEPS):
+        for step in range(len(STEPS)):
             with torch.inference_mode():
-                batch = build_forward_batch(schedule(lengths, seed), BLOCK_SIZE, device)
+                batch = build_forward_batch(schedule(step), BLOCK_SIZE, device)
             hidden.append(graphs.run(batch).clone())
         sums += [sum_bits(rows) for rows in hidden]
     return [*sums, sum_bits(pool.data[1:])]  # block 0 is for padding, which writes in a race

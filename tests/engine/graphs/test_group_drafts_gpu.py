@@ -1,7 +1,9 @@
 """On GPUs: ranks of a group run another number of drafts in each step, and graphs do what calls do.
 
 Two and four processes, which share a GPU where there is one. Who chooses the numbers is shown by
-`tests/bench/engine/test_group_drafts_gpu.py`.
+`tests/bench/engine/test_group_drafts_gpu.py`. That the text is that of steps without drafts is for
+float32 (`test_group_drafts.py`): in bfloat16 a row rounds otherwise beside other rows, and invented
+weights have many near ties.
 """
 
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.graphs.group_drafts import num_same, run_ranks
+from tests.engine.graphs.group_drafts import run_ranks
 from tests.engine.graphs.uneven_main import COUNTS
 
 pytestmark = [
@@ -32,6 +34,3 @@ def test_graphs_and_calls_agree_in_a_group(world: int, tmp_path: Path) -> None:
             assert replayed == called
             assert len(called["tokens"]) == count
     assert max(max(rank["mixed, use_graphs=True"]["counts"], default=0) for rank in ranks) > 2
-    # In bfloat16 a row's products may round otherwise beside other rows: not for most requests.
-    same = [num_same(rank, "mixed", "use_graphs=True") for rank in ranks]
-    assert sum(same) >= sum(COUNTS[world]) // 2
