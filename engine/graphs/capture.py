@@ -4,23 +4,16 @@ What is captured must have been run before (kernels compile and libraries alloca
 must neither read the device nor allocate memory that somebody outside keeps. All graphs share one
 pool of memory, because only one runs at a time; captured from the largest to the smallest, each
 fits into what the first one needed.
-
-The host takes some time to issue a graph, the longer the more kernels are in it. Work whose start
-somebody waits for may be captured in pieces: the device runs a small one while the host issues the
-rest.
 """
 
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 
 from engine.graphs.capture_errors import agree_on_capture
-from engine.kernels.fused.dependent import break_chain
-from engine.operations import do_nothing
 from engine.parallel.groups import RankGroup
 from engine.streams import Streams, StreamUse
 
@@ -40,33 +33,6 @@ class Replayable(Protocol):
     def reset(self) -> None:
         """Forget it, and what it holds: a group whose collectives it contains cannot end before."""
         ...
-
-
-WorkInPieces: TypeAlias = Callable[[Callable[[], None]], None]
-"""Work that calls what it is given between two of its pieces."""
-
-
-class Pieces:
-    """What was captured in several graphs, issued one behind the other."""
-
-    def __init__(self, graphs: Sequence[Replayable]) -> None:
-        """Take them in the order of the work."""
-        self._graphs = tuple(graphs)
-
-    def replay(self) -> None:
-        """See `Replayable`."""
-        for graph in self._graphs:
-            graph.replay()
-
-    def reset(self) -> None:
-        """See `Replayable`."""
-        for graph in self._graphs:
-            graph.reset()
-
-
-def called_in_pieces(work: WorkInPieces) -> Replayable:
-    """Return the same work without graphs."""
-    return Eager(partial(work, do_nothing))
 
 
 class Eager:
@@ -99,45 +65,23 @@ class Capture:
 
     def graph(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Run `work` to warm up, then capture it."""
-        (graph,) = self._capture(lambda cut: work())
-        return graph
-
-    def in_pieces(self, work: WorkInPieces) -> Replayable:
-        """Do the same with work that says where one graph is to end and the next to begin.
-
-        No stream beside the current one may have work of it then.
-        """
-        return Pieces(self._capture(work))
-
-    def _capture(self, work: WorkInPieces) -> list[torch.cuda.CUDAGraph]:
-        """Return the graphs of `work`, in order."""
-        graphs: list[torch.cuda.CUDAGraph] = []
-
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            # Other threads may use the device meanwhile: only what this thread does is checked.
-            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-        def cut() -> None:
-            graphs[-1].capture_end()
-            begin()
-            break_chain()  # in its graph the next kernel is the first one
-
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
-                work(do_nothing)
+                work()
             self._stream.synchronize()
-            begin()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile: only what this thread does is checked.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                work(cut)
+                work()
             except BaseException:
                 with contextlib.suppress(RuntimeError):
-                    graphs[-1].capture_end()  # says once more what went wrong
+                    graph.capture_end()  # says once more what went wrong
                 raise
-            graphs[-1].capture_end()
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return graphs
+        return graph
 
 
 class CapturedSteps(Protocol):

@@ -27,9 +27,8 @@ from engine.graphs.buckets import bucket_for
 from engine.graphs.capture import (
     Capture,
     CaptureProgress,
+    Eager,
     Replayable,
-    WorkInPieces,
-    called_in_pieces,
     capture_each,
     capture_or_close,
 )
@@ -47,12 +46,6 @@ logger = logging.getLogger(__name__)
 
 SUFFIX_BUCKETS: Final = (16, 32, 64, 128, 256)
 """Tokens of the steps that are captured: with more, the device is busy for longer than the host."""
-
-
-FIRST_PIECES: Final = (0, 4)
-"""Layers behind which a graph ends and another begins. A first token waits for all of a step, and
-the device for the host to issue a graph: one of a layer and one of four run while that issues the
-rest."""
 
 
 def suffix_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
@@ -151,7 +144,7 @@ class SuffixGraphs:
             PeerLostError: another rank ended.
         """
         assert not self._forwards
-        make = Capture(self._streams).in_pieces if self._use_graphs else called_in_pieces
+        make = Capture(self._streams).graph if self._use_graphs else Eager
         total = len(self.buckets)
         for bucket in capture_each(self.buckets, partial(self._capture_size, make=make), group):
             logger.debug("captured a short step num_tokens=%d", bucket)
@@ -192,20 +185,15 @@ class SuffixGraphs:
         self._forwards[bucket].replay()
         return self._hidden[: batch.num_tokens]
 
-    def _capture_size(self, bucket: int, make: Callable[[WorkInPieces], Replayable]) -> None:
+    def _capture_size(self, bucket: int, make: Callable[[Callable[[], None]], Replayable]) -> None:
         self._static.clear(bucket)
         if not self._forwards:  # the largest one
             hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
             self._hidden = torch.empty_like(hidden)
         self._forwards[bucket] = make(partial(self._run_model, bucket))
 
-    def _run_model(self, bucket: int, cut: Callable[[], None]) -> None:
-        def layer_done(index: int) -> None:
-            if index in FIRST_PIECES:
-                cut()
-
-        batch = self._static.batch(bucket)
-        hidden = self._model.forward(batch, self._kv_pool, on_layer_done=layer_done)
+    def _run_model(self, bucket: int) -> None:
+        hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
         self._hidden[:bucket].copy_(hidden)
 
 

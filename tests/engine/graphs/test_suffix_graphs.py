@@ -19,7 +19,6 @@ from torch import Tensor
 from engine.batch import ForwardBatch, build_forward_batch
 from engine.boot.build import build_kv_pool, build_model
 from engine.execution import Execution
-from engine.graphs.capture import Pieces
 from engine.graphs.suffix_graphs import (
     SuffixGraphs,
     capture_suffixes,
@@ -181,35 +180,6 @@ def test_any_mix_of_suffixes_gives_the_logits_and_the_kv_of_the_plain_step(
         for block in item.request.block_table[item.start // BLOCK_SIZE : -(-item.end // BLOCK_SIZE)]
     }
     assert set(is_written.nonzero().flatten().tolist()) <= owned
-
-
-def test_the_first_layers_are_pieces_of_their_own(paged: DeepseekV3ForCausalLM) -> None:
-    """So that the device has a layer to run while the host issues the rest."""
-    graphs = make_graphs(paged, make_pool(paged))
-    cuts: list[int] = []
-    paged.model.layers[0].register_forward_hook(lambda *_: cuts.append(-1))
-    with torch.inference_mode():
-        graphs._run_model(8, lambda: cuts.append(0))
-    assert cuts == [-1, 0], "behind the first of three layers"
-
-
-def test_pieces_are_issued_in_order_and_forgotten_together() -> None:
-    calls: list[str] = []
-
-    class Piece:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def replay(self) -> None:
-            calls.append(f"replay {self.name}")
-
-        def reset(self) -> None:
-            calls.append(f"reset {self.name}")
-
-    pieces = Pieces([Piece("first"), Piece("rest")])
-    pieces.replay()
-    pieces.reset()
-    assert calls == ["replay first", "replay rest", "reset first", "reset rest"]
 
 
 def test_padding_goes_to_no_expert(checkpoint: Path) -> None:
