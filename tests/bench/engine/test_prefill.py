@@ -23,27 +23,22 @@ def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("batch_tokens", "prompt_len", "ttft", "tp", "sizes", "expected"),
+    ("batch_tokens", "tp", "sizes", "expected"),
     [
-        (64, 64, True, 1, (64,), 64),
-        (64, 64, True, 4, (64,), 64),
-        (40, 40, True, 1, (64,), None),
-        (256, 64, True, 1, (64, 256), None),
-        (256, 64, False, 1, (256,), 256),
-        (64, 64, True, 1, (), None),
-        (64, 64, True, 3, (64,), None),
+        (64, 1, (64,), 64),
+        (64, 4, (64,), 64),
+        (64, 3, (64,), None),
+        (40, 1, (64,), None),
+        (256, 1, (64, 256), None),
+        (64, 1, (), None),
     ],
 )
 def test_tables_know_of_padding_only_where_all_steps_have_none(
-    batch_tokens: int,
-    prompt_len: int,
-    ttft: bool,
-    tp: int,
-    sizes: tuple[int, ...],
-    expected: int | None,
+    batch_tokens: int, tp: int, sizes: tuple[int, ...], expected: int | None
 ) -> None:
+    shortest = min(batch_tokens, 64)
     options = PrefillOptions(
-        setup=Setup(tp=tp), batch_tokens=batch_tokens, prompt_len=prompt_len, ttft=ttft
+        setup=Setup(tp=tp), batch_tokens=batch_tokens, prompt_len=shortest, ttft=True
     )
     assert rows_without_padding(options, sizes) == expected
 
