@@ -84,9 +84,10 @@ def running_peer(command: str, step_ms: float) -> Iterator[Router]:
         log = s.enter_context((Path(folder) / "log").open("w+b"))
         workers = [sys.executable, "-m", "bench.router.http_workers", "--model", PEER_MODEL]
         workers += [f"--prefill={prefill}", f"--decode={decode}", f"--step-ms={step_ms}"]
-        s.enter_context(_process(log, dict(os.environ), workers))
+        env = dict(os.environ)
+        s.enter_context(_process(log, {**env, "PYTHONPATH": str(ROOT)}, workers))
         _wait_ready(decode, "/health", log)
-        process = s.enter_context(_process(log, dict(os.environ), words))
+        process = s.enter_context(_process(log, env, words, folder=Path.cwd()))
         _wait_ready(port, "/readiness", log)
         yield Router(port, PEER_MODEL, process.pid, Path(log.name))
 
@@ -103,10 +104,10 @@ def _with_context(config: ClusterConfig, folder: Path, context: int) -> ClusterC
 
 @contextlib.contextmanager
 def _process(
-    log: IO[bytes], env: dict[str, str], command: Sequence[str]
+    log: IO[bytes], env: dict[str, str], command: Sequence[str], *, folder: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    # In a folder without code: `-m` looks there first.
-    folder = Path(str(log.name)).parent
+    """Run in `folder`, or in one without code: `-m` looks there first."""
+    folder = folder or Path(str(log.name)).parent
     process = subprocess.Popen(command, env=env, cwd=folder, stdout=log, stderr=log)
     try:
         yield process

@@ -72,7 +72,9 @@ def test_a_masked_product_writes_no_rows_of_the_next_expert(
 ) -> None:
     """The library stores whole tiles."""
     calls: list[object] = []
-    library = SimpleNamespace(fp8_m_grouped_gemm_nt_masked=lambda *args: calls.append(args))
+    library = SimpleNamespace(
+        fp8_m_grouped_gemm_nt_masked=lambda *args: calls.append(args), get_pdl=lambda: False
+    )
     monkeypatch.setitem(sys.modules, "deep_gemm", library)  # type: ignore[arg-type]
 
     def rows(number: int) -> MaskedRows:

@@ -75,8 +75,8 @@ def servers(
 ) -> Iterator[Mapping[int, Prometheus]]:
     """By major version, those that are here, over one cluster that has requests all the time.
 
-    Its decode ranks share experts and verify drafts, so that panels of those have data. They are
-    lost once, and come back: their requests wait and go on.
+    Its decode ranks share experts, may move them and verify drafts, so that panels of those have
+    data. They are lost once, and come back: their requests wait and go on.
     """
     programs = {version: find_program("prometheus", version) for version in VERSIONS}
     if not any(programs.values()):
@@ -84,7 +84,7 @@ def servers(
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
         router=RouterSection(worker_wait_s=TIMEOUT_S),
-        decode=DecodeSection(dp=2, num_speculative_tokens=1),
+        decode=DecodeSection(dp=2, num_speculative_tokens=1, rebalance_experts="on"),
         tiers=(TierSection(name="base", ttft_ms=1000.0, tpot_ms=50.0),),
     )
     folder = tmp_path_factory.mktemp("dashboards")

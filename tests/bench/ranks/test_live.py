@@ -68,7 +68,7 @@ def test_blocks_travel_as_numbers() -> None:
     assert _block_of(_numbers_of(block), 2) == block
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_fault_is_found_among_processes(tmp_path: Path) -> None:
     """All of the benchmark, over gloo: attention of one rank takes five times as long."""
