@@ -15,14 +15,15 @@ from engine.boot.refusals import refuse_capture
 from engine.graphs.buckets import batch_buckets
 from engine.graphs.capture import CaptureProgress
 from engine.graphs.capture_errors import CaptureError
+from engine.graphs.chunk_graphs import (
+    ChunkGraphs,
+    capture_chunks,
+    chunk_kinds,
+    chunk_sizes,
+    why_no_chunks,
+)
 from engine.graphs.graph_budget import MakeSteps
 from engine.graphs.step_graphs import StepGraphs
-from engine.graphs.suffix_graphs import (
-    SuffixGraphs,
-    capture_suffixes,
-    suffix_buckets,
-    why_no_suffixes,
-)
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import ServedModel
@@ -58,10 +59,10 @@ def steps_to_capture(
         case TokenSteps() as tokens:
             return _token_steps(options, tokens, model, max_model_len, streams)
         case ChunkSteps() as chunks:
-            sizes = suffix_buckets(chunks.max_num_batched_tokens)
-            if _why_no_suffixes(options, model):
+            sizes = chunk_sizes(chunks.max_num_batched_tokens)
+            if _why_no_chunks(options, model):
                 sizes = ()
-            return _short_steps(options, model, max_model_len, streams), sizes
+            return _chunk_steps(options, model, max_model_len, streams), sizes
 
 
 def capture_short_steps(
@@ -94,16 +95,16 @@ def capture_short_steps(
     steps = options.steps
     if not options.wants_graphs or not isinstance(steps, ChunkSteps):
         return runner, do_nothing
-    reason = _why_no_suffixes(options, model)
+    reason = _why_no_chunks(options, model)
     if reason:
         logger.info("short steps are not captured %s", fields(reason=reason))
         return runner, do_nothing
     group = model.groups.boot_group
     capture = partial(
-        capture_suffixes,
+        capture_chunks,
         runner,
         model,
-        buckets=suffix_buckets(steps.max_num_batched_tokens),
+        sizes=chunk_sizes(steps.max_num_batched_tokens),
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_model_len,
         group=group,
@@ -176,27 +177,25 @@ def _token_steps(
     return make, batch_buckets(options.max_num_seqs)
 
 
-def _short_steps(
+def _chunk_steps(
     options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
 ) -> MakeSteps:
-    def make(pool: KVPool, buckets: tuple[int, ...]) -> SuffixGraphs:
-        assert model.attention_rule is not None
-        return SuffixGraphs(
+    def make(pool: KVPool, sizes: tuple[int, ...]) -> ChunkGraphs:
+        kinds = chunk_kinds(
             model,
             pool,
-            model.attention_rule,
-            buckets=buckets,
+            sizes,
             max_num_seqs=options.max_num_seqs,
             max_model_len=max_model_len,
-            streams=streams,
         )
+        return ChunkGraphs(model, pool, kinds, streams=streams)
 
     return make
 
 
-def _why_no_suffixes(options: EngineOptions, model: ServedModel) -> str:
+def _why_no_chunks(options: EngineOptions, model: ServedModel) -> str:
     """Return why short steps are not captured, or nothing; refuse if they are asked for by name."""
-    reason = why_no_suffixes(model)
+    reason = why_no_chunks(model)
     if reason and options.steps.cuda_graphs is Switch.ON:
         raise ConfigError(options.named("cuda_graphs"), "on", reason, '"auto" or "off"')
     return reason

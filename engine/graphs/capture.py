@@ -85,7 +85,7 @@ class Capture:
 
 
 class CapturedSteps(Protocol):
-    """Steps of some sizes: `step_graphs.StepGraphs` or `suffix_graphs.SuffixGraphs`."""
+    """Steps of some sizes: `step_graphs.StepGraphs` or `chunk_graphs.ChunkGraphs`."""
 
     def capture(
         self, progress: CaptureProgress | None = None, *, group: RankGroup | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.batch import build_forward_batch
 from engine.boot.build import LoadFormat, build_kv_pool, build_model
 from engine.boot.open_execution import open_execution
-from engine.graphs.suffix_graphs import SuffixGraphs
+from engine.graphs.chunk_graphs import ChunkGraphs
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.portable import portable_kernels
@@ -31,6 +31,7 @@ from engine.parallel.groups import ProcessGroups, init_process_groups
 from engine.request import Request, ScheduledRequest
 from engine.streams import Streams
 from runtime.sampling import SamplingParams
+from tests.engine.graphs.chunks import suffix_graphs
 from tests.engine.graphs.uneven_main import NARROW
 
 BLOCK_SIZE, MAX_SEQS, MAX_MODEL_LEN, BUCKETS = 64, 4, 2048, (16, 64, 256)
@@ -149,11 +150,10 @@ def run(way: Way, groups: ProcessGroups, device: torch.device) -> list[int]:
     model.attention.rule = replace(model.attention.rule, absorbed_cost=0.0)
     model.prepare()
     pool = make_pool(model)
-    graphs = SuffixGraphs(
+    graphs = suffix_graphs(
         model,
         pool,
-        model.attention_rule,
-        buckets=BUCKETS,
+        BUCKETS,
         max_num_seqs=MAX_SEQS,
         max_model_len=MAX_MODEL_LEN,
         use_graphs=way.use_graphs and is_gpu,
@@ -168,7 +168,7 @@ def run(way: Way, groups: ProcessGroups, device: torch.device) -> list[int]:
     return sums
 
 
-def _run_steps(graphs: SuffixGraphs, pool: KVPool, device: torch.device) -> list[int]:
+def _run_steps(graphs: ChunkGraphs, pool: KVPool, device: torch.device) -> list[int]:
     """Run all steps several times, without waiting in between, and look at every one."""
     sums = []
     for _ in range(NUM_ROUNDS[device.type]):

@@ -1,12 +1,13 @@
-"""Short steps of prefill with fixed shapes: captured once per number of tokens, then replayed.
+"""Steps of prefill with fixed shapes: captured once per number of tokens, then replayed.
 
 A few new tokens behind a long cached prefix keep the host that launches every kernel of every layer
-busy for longer than the device computes. The key idea: such a step looks the same for whatever
-sequences its tokens belong to, if attention is absorbed and reads pages (`segments`), so that a
-graph of the whole model can be replayed for it, padded to the next larger number of tokens.
+busy for longer than the device computes. The key idea: steps of a kind look the same for whatever
+sequences their tokens belong to, so that a graph of the whole model can be replayed for them,
+padded to the next larger number of tokens. What a kind is, and how it is padded, say its static
+inputs (`ChunkInputs`): `SuffixInputs` attends in the absorbed form, to pages.
 
-`SuffixGraphs` captures and replays; `ShortSteps` is the model of a runner that takes them where it
-can, so nobody who makes steps knows. Called on the thread that launches steps; ranks that share
+`ChunkGraphs` captures and replays; `ReplayedSteps` is the model of a runner that takes them where
+it can, so nobody who makes steps knows. Called on the thread that launches steps; ranks that share
 heads make the same steps and so replay the same graphs. On a CPU, or with `use_graphs=False`, the
 same work is called instead of replayed.
 """
@@ -16,12 +17,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.attention.attention_rule import AttentionRule
 from engine.batch import ForwardBatch
 from engine.graphs.buckets import bucket_for
 from engine.graphs.capture import (
@@ -32,30 +32,57 @@ from engine.graphs.capture import (
     capture_each,
     capture_or_close,
 )
-from engine.graphs.segments import SegmentShape, queries_of_a_segment
 from engine.graphs.suffix_inputs import SuffixInputs
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import ServedModel
 from engine.operations import do_nothing
 from engine.parallel.groups import RankGroup
-from engine.request import num_blocks_for
 from engine.runner import CausalModel, LayerDone, ModelRunner
 from engine.streams import Streams
 
 logger = logging.getLogger(__name__)
 
-SUFFIX_BUCKETS: Final = (16, 32, 64, 128, 256)
+SUFFIX_SIZES: Final = (16, 32, 64, 128, 256)
 """Tokens of the steps that are captured: with more, the device is busy for longer than the host."""
 
 
-def suffix_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+class ChunkInputs(Protocol):
+    """The static inputs of one kind of steps, on the device, of several sizes.
+
+    Attributes:
+        sizes: numbers of tokens, ascending.
+    """
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See the class."""
+        ...
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        """Return whether a step is of this kind: the same on all ranks that run it."""
+        ...
+
+    def clear(self, size: int) -> None:
+        """Let a step of `size` tokens be padding only."""
+        ...
+
+    def load(self, batch: ForwardBatch, size: int) -> None:
+        """Copy a step in that `takes` says yes to, padded to `size` tokens."""
+        ...
+
+    def batch(self, size: int) -> ForwardBatch:
+        """Return the tensors of a step of `size` tokens; reads nothing on the host."""
+        ...
+
+
+def chunk_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Return the numbers of tokens to capture, ascending, where steps have at most so many."""
-    most = min(max_num_batched_tokens, SUFFIX_BUCKETS[-1])
-    return (*(size for size in SUFFIX_BUCKETS if size < most), most)
+    most = min(max_num_batched_tokens, SUFFIX_SIZES[-1])
+    return (*(size for size in SUFFIX_SIZES if size < most), most)
 
 
-def why_no_suffixes(model: ServedModel) -> str:
-    """Return why short steps of a model are not captured, or nothing.
+def why_no_chunks(model: ServedModel) -> str:
+    """Return why steps of a model's prefill are not captured, or nothing.
 
     What only the device tells is not known here: see `capture_errors`.
     """
@@ -68,61 +95,72 @@ def why_no_suffixes(model: ServedModel) -> str:
     return ""
 
 
-class SuffixGraphs:
-    """The short steps of one rank's model and KV pool.
+def chunk_kinds(
+    model: ServedModel,
+    kv_pool: KVPool,
+    sizes: Sequence[int],
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> tuple[ChunkInputs, ...]:
+    """Allocate the static inputs of all kinds of steps that are captured.
+
+    Args:
+        model: that `why_no_chunks` says nothing against.
+        kv_pool: of the model.
+        sizes: numbers of tokens, ascending.
+        max_num_seqs: most sequences of a step.
+        max_model_len: most tokens of a sequence.
+    """
+    assert model.attention_rule is not None
+    suffixes = SuffixInputs(
+        model.attention_rule,
+        sizes,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=kv_pool.block_size,
+        device=kv_pool.device,
+    )
+    return (suffixes,)
+
+
+class ChunkGraphs:
+    """The captured steps of one rank's model and KV pool.
 
     Attributes:
-        buckets: numbers of tokens, ascending.
+        sizes: numbers of tokens of all kinds, ascending.
     """
 
     def __init__(
         self,
         model: CausalModel,
         kv_pool: KVPool,
-        rule: AttentionRule,
+        kinds: Sequence[ChunkInputs],
         *,
-        buckets: Sequence[int],
-        max_num_seqs: int,
-        max_model_len: int,
         use_graphs: bool | None = None,
         streams: Streams | None = None,
     ) -> None:
-        """Allocate the static buffers; `capture` does the rest.
+        """Take what runs; `capture` does the rest.
 
         Args:
             model: on the device of `kv_pool`.
             kv_pool: never moves afterwards.
-            rule: of the model's attention.
-            buckets: numbers of tokens, ascending.
-            max_num_seqs: most sequences of a step.
-            max_model_len: most tokens of a sequence.
+            kinds: of steps; one that several take is the first one's.
             use_graphs: None for graphs on a CUDA device and none elsewhere.
             streams: of the rank; None for some of these steps' own.
         """
         device = kv_pool.device
-        self._model, self._kv_pool, self._rule = model, kv_pool, rule
+        self._model, self._kv_pool, self._kinds = model, kv_pool, tuple(kinds)
         self._use_graphs = device.type == "cuda" if use_graphs is None else use_graphs
         self._streams = streams or Streams(device)
-        self.buckets = tuple(buckets)
-        self._max_num_seqs, self._max_model_len = max_num_seqs, max_model_len
-        shape = SegmentShape(
-            num_tokens=self.buckets[-1],
-            num_seqs=max_num_seqs,
-            num_queries=queries_of_a_segment(rule.heads),
-        )
-        self._static = SuffixInputs(
-            shape,
-            num_blocks_for(max_model_len, kv_pool.block_size),
-            block_size=kv_pool.block_size,
-            device=device,
-        )
+        self.sizes = tuple(sorted({size for kind in kinds for size in kind.sizes}))
         self._hidden = torch.empty(0, device=device)  # [T, D] of the largest, from `capture` on
-        self._forwards: dict[int, Replayable] = {}
+        self._forwards: dict[tuple[ChunkInputs, int], Replayable] = {}
 
     @property
     def is_captured(self) -> bool:
         """Whether steps can be run."""
-        return len(self._forwards) == len(self.buckets)
+        return len(self._forwards) == sum(len(kind.sizes) for kind in self._kinds)
 
     @torch.inference_mode()
     def capture(
@@ -135,7 +173,7 @@ class SuffixGraphs:
         use must have been made.
 
         Args:
-            progress: told how many graphs are done.
+            progress: told how many sizes are done.
             group: these ranks, for host memory, to agree on each size; None for a rank alone.
 
         Raises:
@@ -145,11 +183,11 @@ class SuffixGraphs:
         """
         assert not self._forwards
         make = Capture(self._streams).graph if self._use_graphs else Eager
-        total = len(self.buckets)
-        for bucket in capture_each(self.buckets, partial(self._capture_size, make=make), group):
-            logger.debug("captured a short step num_tokens=%d", bucket)
+        captured = capture_each(self.sizes, partial(self._capture_size, make=make), group)
+        for count, size in enumerate(captured, start=1):
+            logger.debug("captured steps of prefill num_tokens=%d", size)
             if progress is not None:
-                progress(len(self._forwards), total)
+                progress(count, len(self.sizes))
 
     def close(self) -> None:
         """Forget what was captured; no step may follow.
@@ -162,15 +200,7 @@ class SuffixGraphs:
 
     def takes(self, batch: ForwardBatch) -> bool:
         """Return whether a step can run here: the same on all ranks that run it."""
-        if not batch.lengths or batch.num_rows is not None:
-            return False
-        if batch.num_tokens > self.buckets[-1] or batch.num_seqs > self._max_num_seqs:
-            return False
-        takes = self._rule.takes_absorbed
-        return all(
-            takes(queries, positions) and positions <= self._max_model_len
-            for queries, positions in batch.lengths
-        )
+        return self._kind_of(batch) is not None
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> Tensor:
@@ -180,28 +210,43 @@ class SuffixGraphs:
             [T, D] hidden states after the final norm, which the next step overwrites.
         """
         assert self.is_captured
-        bucket = bucket_for(batch.num_tokens, self.buckets)
-        self._static.load(batch, bucket)
-        self._forwards[bucket].replay()
+        kind = self._kind_of(batch)
+        assert kind is not None
+        size = bucket_for(batch.num_tokens, kind.sizes)
+        kind.load(batch, size)
+        self._forwards[kind, size].replay()
         return self._hidden[: batch.num_tokens]
 
-    def _capture_size(self, bucket: int, make: Callable[[Callable[[], None]], Replayable]) -> None:
-        self._static.clear(bucket)
+    def _kind_of(self, batch: ForwardBatch) -> ChunkInputs | None:
+        """Return the kind of a step; None where nothing was captured for it."""
+        if not batch.lengths or batch.num_rows is not None:
+            return None
+        return next((kind for kind in self._kinds if kind.takes(batch)), None)
+
+    def _capture_size(self, size: int, make: Callable[[Callable[[], None]], Replayable]) -> None:
+        for kind in self._kinds:
+            if size in kind.sizes:
+                self._capture_kind(kind, size, make)
+
+    def _capture_kind(
+        self, kind: ChunkInputs, size: int, make: Callable[[Callable[[], None]], Replayable]
+    ) -> None:
+        kind.clear(size)
         if not self._forwards:  # the largest one
-            hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
+            hidden = self._model.forward(kind.batch(size), self._kv_pool)
             self._hidden = torch.empty_like(hidden)
-        self._forwards[bucket] = make(partial(self._run_model, bucket))
+        self._forwards[kind, size] = make(partial(self._run_model, kind, size))
 
-    def _run_model(self, bucket: int) -> None:
-        hidden = self._model.forward(self._static.batch(bucket), self._kv_pool)
-        self._hidden[:bucket].copy_(hidden)
+    def _run_model(self, kind: ChunkInputs, size: int) -> None:
+        hidden = self._model.forward(kind.batch(size), self._kv_pool)
+        self._hidden[:size].copy_(hidden)
 
 
-class ShortSteps:
-    """A model whose short steps are replayed: a `CausalModel`, with one KV pool."""
+class ReplayedSteps:
+    """A model whose captured steps are replayed: a `CausalModel`, with one KV pool."""
 
-    def __init__(self, model: CausalModel, graphs: SuffixGraphs, num_layers: int) -> None:
-        """Take a model of so many layers, and its captured short steps."""
+    def __init__(self, model: CausalModel, graphs: ChunkGraphs, num_layers: int) -> None:
+        """Take a model of so many layers, and its captured steps."""
         assert graphs.is_captured
         self._model, self._graphs, self._num_layers = model, graphs, num_layers
 
@@ -230,11 +275,11 @@ class ShortSteps:
         return self._model.compute_logits(hidden)
 
 
-def capture_suffixes(
+def capture_chunks(
     runner: ModelRunner,
     model: ServedModel,
     *,
-    buckets: Sequence[int],
+    sizes: Sequence[int],
     max_num_seqs: int,
     max_model_len: int,
     group: RankGroup | None = None,
@@ -242,18 +287,18 @@ def capture_suffixes(
     use_graphs: bool | None = None,
     streams: Streams | None = None,
 ) -> tuple[ModelRunner, Callable[[], None]]:
-    """Return a runner that replays short steps, and what forgets them again; all ranks call.
+    """Return a runner that replays captured steps, and what forgets them again; all ranks call.
 
     Args:
         runner: of the model.
-        model: that `why_no_suffixes` says nothing against.
-        buckets: numbers of tokens, ascending.
+        model: that `why_no_chunks` says nothing against.
+        sizes: numbers of tokens, ascending.
         max_num_seqs: most requests of a step.
         max_model_len: most tokens of a request.
         group: of these ranks, for host memory; None for a rank alone.
-        progress: told how many graphs are done.
-        use_graphs: as in `SuffixGraphs`.
-        streams: as in `SuffixGraphs`.
+        progress: told how many sizes are done.
+        use_graphs: as in `ChunkGraphs`.
+        streams: as in `ChunkGraphs`.
 
     Raises:
         CaptureError: the model of a rank cannot be captured, which all of them say; the runner
@@ -261,21 +306,13 @@ def capture_suffixes(
         RuntimeError: of this rank's device.
         PeerLostError: another rank ended.
     """
-    assert model.attention_rule is not None
-    graphs = SuffixGraphs(
-        model,
-        runner.kv_pool,
-        model.attention_rule,
-        buckets=buckets,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        use_graphs=use_graphs,
-        streams=streams,
-    )
+    pool = runner.kv_pool
+    kinds = chunk_kinds(model, pool, sizes, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    graphs = ChunkGraphs(model, pool, kinds, use_graphs=use_graphs, streams=streams)
     capture_or_close(graphs, progress, group)
-    logger.info("captured short steps num_tokens=%s", graphs.buckets)
-    short = ShortSteps(model, graphs, model.config.num_hidden_layers)
+    logger.info("captured short steps num_tokens=%s", graphs.sizes)
+    short = ReplayedSteps(model, graphs, model.config.num_hidden_layers)
     following = ModelRunner(
-        short, runner.kv_pool, runner.sampler, in_group=runner.in_group, drafts=runner.drafts
+        short, pool, runner.sampler, in_group=runner.in_group, drafts=runner.drafts
     )
     return following, graphs.close
