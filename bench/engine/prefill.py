@@ -29,7 +29,7 @@ from engine.batch import build_forward_batch
 from engine.boot.warm_up import attention_products, products
 from engine.data_sheets import find_sheet
 from engine.graphs.buckets import bucket_for
-from engine.graphs.chunk_graphs import SUFFIX_SIZES, capture_chunks, why_no_chunks
+from engine.graphs.chunk_graphs import capture_chunks, chunk_sizes, why_no_chunks
 from engine.operations import do_nothing
 from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
@@ -92,8 +92,9 @@ def sizes_to_capture(options: PrefillOptions, rank: RankModel) -> tuple[int, ...
     """Return the numbers of tokens whose steps are replayed, ascending, of those that come."""
     wanted = engine_options(options.section).wants_graphs and not why_no_chunks(rank.model)
     counts = {options.batch_tokens, *([options.prompt_len] if options.ttft else [])}
-    short = (count for count in counts if wanted and count <= SUFFIX_SIZES[-1])
-    return tuple(sorted({bucket_for(count, SUFFIX_SIZES) for count in short}))
+    sizes = chunk_sizes(options.section.max_num_batched_tokens)
+    taken = (count for count in counts if wanted and count <= sizes[-1])
+    return tuple(sorted({bucket_for(count, sizes) for count in taken}))
 
 
 def rows_without_padding(options: PrefillOptions, sizes: Sequence[int]) -> int | None:

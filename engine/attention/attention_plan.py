@@ -224,6 +224,28 @@ def plan_suffixes(
     return AttentionPlan(paged_groups=(group,))
 
 
+def plan_prompts(batch: ForwardBatch, *, reads_lengths: bool) -> AttentionPlan:
+    """Plan a step of whole prompts of fixed shape, in one segment: rows attend to one another.
+
+    Args:
+        batch: of the step, whose prompts follow one another, padding as one more of them.
+        reads_lengths: whether attention wants lengths on the host, for which the host then waits;
+            else it is told the most that there may be.
+    """
+    assert batch.prompts is not None
+    counts = [batch.num_tokens]
+    if reads_lengths:
+        counts = [count for count in batch.cu_seqlens_q.diff().tolist() if count]
+    seqs = VarlenLengths(
+        lengths=[(count, count) for count in counts],
+        cu_seqlens_q=batch.cu_seqlens_q,
+        cu_seqlens_k=batch.cu_seqlens_q,
+    )
+    part = ContextPart(block_ids=batch.prompts.block_ids, kept=batch.prompts.kept, seqs=seqs)
+    segment = DecompressedSegment(rows=slice(0, batch.num_tokens), parts=(part,))
+    return AttentionPlan(segments=(segment,))
+
+
 def read_lengths(batch: ForwardBatch) -> ForwardBatch:
     """Return a step of fixed shape with its lengths on the host, for which the host waits.
 

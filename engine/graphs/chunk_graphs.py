@@ -1,10 +1,11 @@
 """Steps of prefill with fixed shapes: captured once per number of tokens, then replayed.
 
-A few new tokens behind a long cached prefix keep the host that launches every kernel of every layer
-busy for longer than the device computes. The key idea: steps of a kind look the same for whatever
-sequences their tokens belong to, so that a graph of the whole model can be replayed for them,
-padded to the next larger number of tokens. What a kind is, and how it is padded, say its static
-inputs (`ChunkInputs`): `SuffixInputs` attends in the absorbed form, to pages.
+A few thousand new tokens, or a few behind a long cached prefix, keep the host that launches every
+kernel of every layer busy for longer than the device computes. The key idea: steps of a kind look
+the same for whatever sequences their tokens belong to, so that a graph of the whole model can be
+replayed for them, padded to the next larger number of tokens. What a kind is, and how it is padded,
+say its static inputs (`ChunkInputs`): suffixes of few tokens attend in the absorbed form, to pages
+(`SuffixInputs`), whole prompts in the decompressed one, to themselves (`PromptInputs`).
 
 `ChunkGraphs` captures and replays; `ReplayedSteps` is the model of a runner that takes them where
 it can, so nobody who makes steps knows. Called on the thread that launches steps; ranks that share
@@ -17,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Final, Protocol
 
 import torch
@@ -25,13 +27,15 @@ from torch import Tensor
 from engine.batch import ForwardBatch
 from engine.graphs.buckets import bucket_for
 from engine.graphs.capture import (
+    CalledPieces,
     Capture,
     CaptureProgress,
-    Eager,
-    Replayable,
+    ReplayableInPieces,
+    WorkInPieces,
     capture_each,
     capture_or_close,
 )
+from engine.graphs.prompt_inputs import PromptInputs
 from engine.graphs.suffix_inputs import SuffixInputs
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import ServedModel
@@ -43,7 +47,17 @@ from engine.streams import Streams
 logger = logging.getLogger(__name__)
 
 SUFFIX_SIZES: Final = (16, 32, 64, 128, 256)
-"""Tokens of the steps that are captured: with more, the device is busy for longer than the host."""
+"""Tokens of the steps of suffixes that are captured: with more, keys are expanded."""
+
+PROMPT_SIZES: Final = tuple(range(512, 4096 + 1, 512))
+"""Tokens of the further steps that are captured, of whole prompts: with more, the device is busy
+for longer than the host."""
+
+MAX_PROMPTS: Final = 16
+"""Of a captured step of whole prompts: each may end within a block, which is gathered whole."""
+
+LAYERS_OF_A_PIECE: Final = 16
+"""Of a step of whole prompts: their KV is sent while the layers behind them run."""
 
 
 class ChunkInputs(Protocol):
@@ -51,10 +65,17 @@ class ChunkInputs(Protocol):
 
     Attributes:
         sizes: numbers of tokens, ascending.
+        is_in_pieces: whether steps take so long that their first layers' KV is sent before the
+            last ones are through.
     """
 
     @property
     def sizes(self) -> tuple[int, ...]:
+        """See the class."""
+        ...
+
+    @property
+    def is_in_pieces(self) -> bool:
         """See the class."""
         ...
 
@@ -77,8 +98,14 @@ class ChunkInputs(Protocol):
 
 def chunk_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Return the numbers of tokens to capture, ascending, where steps have at most so many."""
-    most = min(max_num_batched_tokens, SUFFIX_SIZES[-1])
-    return (*(size for size in SUFFIX_SIZES if size < most), most)
+    sizes = (*SUFFIX_SIZES, *PROMPT_SIZES)
+    most = min(max_num_batched_tokens, sizes[-1])
+    return (*(size for size in sizes if size < most), most)
+
+
+def num_kinds(size: int) -> int:
+    """Return in how many kinds a number of tokens is captured."""
+    return 2 if size <= SUFFIX_SIZES[-1] else 1
 
 
 def why_no_chunks(model: ServedModel) -> str:
@@ -112,16 +139,27 @@ def chunk_kinds(
         max_num_seqs: most sequences of a step.
         max_model_len: most tokens of a sequence.
     """
-    assert model.attention_rule is not None
-    suffixes = SuffixInputs(
-        model.attention_rule,
+    rule, block_size, device = model.attention_rule, kv_pool.block_size, kv_pool.device
+    assert rule is not None
+    prompts = PromptInputs(
+        rule,
         sizes,
+        max_num_seqs=min(max_num_seqs, MAX_PROMPTS),
+        block_size=block_size,
+        device=device,
+    )
+    short = [size for size in sizes if size <= SUFFIX_SIZES[-1]]
+    if not short:
+        return (prompts,)
+    suffixes = SuffixInputs(
+        rule,
+        short,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        block_size=kv_pool.block_size,
-        device=kv_pool.device,
+        block_size=block_size,
+        device=device,
     )
-    return (suffixes,)
+    return suffixes, prompts
 
 
 class ChunkGraphs:
@@ -155,7 +193,7 @@ class ChunkGraphs:
         self._streams = streams or Streams(device)
         self.sizes = tuple(sorted({size for kind in kinds for size in kind.sizes}))
         self._hidden = torch.empty(0, device=device)  # [T, D] of the largest, from `capture` on
-        self._forwards: dict[tuple[ChunkInputs, int], Replayable] = {}
+        self._forwards: dict[tuple[ChunkInputs, int], ReplayableInPieces] = {}
 
     @property
     def is_captured(self) -> bool:
@@ -182,7 +220,7 @@ class ChunkGraphs:
             PeerLostError: another rank ended.
         """
         assert not self._forwards
-        make = Capture(self._streams).graph if self._use_graphs else Eager
+        make = Capture(self._streams).in_pieces if self._use_graphs else CalledPieces
         captured = capture_each(self.sizes, partial(self._capture_size, make=make), group)
         for count, size in enumerate(captured, start=1):
             logger.debug("captured steps of prefill num_tokens=%d", size)
@@ -203,8 +241,13 @@ class ChunkGraphs:
         return self._kind_of(batch) is not None
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch) -> Tensor:
+    def run(self, batch: ForwardBatch, on_piece_done: Callable[[], None] = do_nothing) -> Tensor:
         """Copy a step in that `takes` says yes to, and replay it; the host does not wait.
+
+        Args:
+            batch: of the step.
+            on_piece_done: called whenever `LAYERS_OF_A_PIECE` layers are issued and more follow,
+                in steps that are in pieces.
 
         Returns:
             [T, D] hidden states after the final norm, which the next step overwrites.
@@ -214,7 +257,7 @@ class ChunkGraphs:
         assert kind is not None
         size = bucket_for(batch.num_tokens, kind.sizes)
         kind.load(batch, size)
-        self._forwards[kind, size].replay()
+        self._forwards[kind, size].replay(on_piece_done)
         return self._hidden[: batch.num_tokens]
 
     def _kind_of(self, batch: ForwardBatch) -> ChunkInputs | None:
@@ -223,13 +266,15 @@ class ChunkGraphs:
             return None
         return next((kind for kind in self._kinds if kind.takes(batch)), None)
 
-    def _capture_size(self, size: int, make: Callable[[Callable[[], None]], Replayable]) -> None:
+    def _capture_size(
+        self, size: int, make: Callable[[WorkInPieces], ReplayableInPieces]
+    ) -> None:
         for kind in self._kinds:
             if size in kind.sizes:
                 self._capture_kind(kind, size, make)
 
     def _capture_kind(
-        self, kind: ChunkInputs, size: int, make: Callable[[Callable[[], None]], Replayable]
+        self, kind: ChunkInputs, size: int, make: Callable[[WorkInPieces], ReplayableInPieces]
     ) -> None:
         kind.clear(size)
         if not self._forwards:  # the largest one
@@ -237,8 +282,12 @@ class ChunkGraphs:
             self._hidden = torch.empty_like(hidden)
         self._forwards[kind, size] = make(partial(self._run_model, kind, size))
 
-    def _run_model(self, kind: ChunkInputs, size: int) -> None:
-        hidden = self._model.forward(kind.batch(size), self._kv_pool)
+    def _run_model(self, kind: ChunkInputs, size: int, cut: Callable[[], None]) -> None:
+        def layer_done(index: int) -> None:
+            if kind.is_in_pieces and (index + 1) % LAYERS_OF_A_PIECE == 0:
+                cut()
+
+        hidden = self._model.forward(kind.batch(size), self._kv_pool, on_layer_done=layer_done)
         self._hidden[:size].copy_(hidden)
 
 
@@ -258,16 +307,21 @@ class ReplayedSteps:
         on_layer_done: LayerDone | None = None,
         meanwhile: Callable[[], None] = do_nothing,
     ) -> Tensor:
-        """See `CausalModel`; of a replayed step all layers are done at once."""
+        """See `CausalModel`; of a replayed step the layers of a piece are done at once."""
         if not self._graphs.takes(batch):
             return self._model.forward(
                 batch, kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
             )
-        hidden = self._graphs.run(batch)
-        if on_layer_done is not None:
-            for index in range(self._num_layers):
-                on_layer_done(index)
-        meanwhile()
+        layers = iter(range(self._num_layers))
+
+        def tell(count: int) -> None:
+            for index in islice(layers, count):
+                if on_layer_done is not None:
+                    on_layer_done(index)
+            meanwhile()
+
+        hidden = self._graphs.run(batch, partial(tell, LAYERS_OF_A_PIECE))
+        tell(self._num_layers)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -310,7 +364,7 @@ def capture_chunks(
     kinds = chunk_kinds(model, pool, sizes, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     graphs = ChunkGraphs(model, pool, kinds, use_graphs=use_graphs, streams=streams)
     capture_or_close(graphs, progress, group)
-    logger.info("captured short steps num_tokens=%s", graphs.sizes)
+    logger.info("captured steps of prefill num_tokens=%s", graphs.sizes)
     short = ReplayedSteps(model, graphs, model.config.num_hidden_layers)
     following = ModelRunner(
         short, pool, runner.sampler, in_group=runner.in_group, drafts=runner.drafts

@@ -24,7 +24,10 @@ class SuffixInputs:
 
     Attributes:
         sizes: numbers of tokens, ascending; the last one is T.
+        is_in_pieces: they are short.
     """
+
+    is_in_pieces = False
 
     def __init__(
         self,

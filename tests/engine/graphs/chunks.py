@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.graphs.chunk_graphs import ChunkGraphs
+from engine.graphs.prompt_inputs import PromptInputs
 from engine.graphs.suffix_inputs import SuffixInputs
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -26,6 +27,25 @@ def suffix_graphs(
         sizes,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        block_size=pool.block_size,
+        device=pool.device,
+    )
+    return ChunkGraphs(model, pool, [inputs], **more)
+
+
+def prompt_graphs(
+    model: DeepseekV3ForCausalLM,
+    pool: KVPool,
+    sizes: Sequence[int],
+    *,
+    max_num_seqs: int,
+    **more: Any,
+) -> ChunkGraphs:
+    """Return steps of whole prompts of some sizes, as `suffix_graphs` does."""
+    inputs = PromptInputs(
+        model.attention_rule,
+        sizes,
+        max_num_seqs=max_num_seqs,
         block_size=pool.block_size,
         device=pool.device,
     )
