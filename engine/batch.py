@@ -30,15 +30,17 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBlocks:
-    """Where the latents of a step's own tokens lie, in a step of whole prompts of fixed shape.
+    """Where the latents lie that a step of prompts of fixed shape attends to.
 
     Attributes:
         block_ids: [b] int64, blocks of all prompts, then the dummy block as often as is left.
-        kept: [T] int64, where each token lies in these blocks, [b * block_size] slots.
+        kept: [P] int64, where each position lies in these blocks, [b * block_size] slots.
+        cu_seqlens_k: [S + 1] int32, running sum of the positions per request.
     """
 
     block_ids: torch.Tensor
     kept: torch.Tensor
+    cu_seqlens_k: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,7 @@ class ForwardBatch:
             the host does not look at.
         num_rows: [1] int64 on the device, how many of the tokens, the first ones, are somebody's;
             the others are padding, and go to no expert. None where all are.
-        prompts: in steps of whole prompts of fixed shape, which have no block tables; else None.
+        prompts: in steps of prompts of fixed shape, which have no block tables; else None.
     """
 
     input_ids: torch.Tensor

@@ -5,7 +5,8 @@ kernel of every layer busy for longer than the device computes. The key idea: st
 the same for whatever sequences their tokens belong to, so that a graph of the whole model can be
 replayed for them, padded to the next larger number of tokens. What a kind is, and how it is padded,
 say its static inputs (`ChunkInputs`): suffixes of few tokens attend in the absorbed form, to pages
-(`SuffixInputs`), whole prompts in the decompressed one, to themselves (`PromptInputs`).
+(`SuffixInputs`), prompts in the decompressed one, to themselves and to some thousand cached tokens
+(`PromptInputs`).
 
 `ChunkGraphs` captures and replays; `ReplayedSteps` is the model of a runner that takes them where
 it can, so nobody who makes steps knows. Called on the thread that launches steps; ranks that share
@@ -50,14 +51,18 @@ SUFFIX_SIZES: Final = (16, 32, 64, 128, 256)
 """Tokens of the steps of suffixes that are captured: with more, keys are expanded."""
 
 PROMPT_SIZES: Final = tuple(range(512, 4096 + 1, 512))
-"""Tokens of the further steps that are captured, of whole prompts: with more, the device is busy
-for longer than the host."""
+"""Tokens of the further steps that are captured, of prompts: with more, the device is busy for
+longer than the host."""
 
-MAX_PROMPTS: Final = 16
-"""Of a captured step of whole prompts: each may end within a block, which is gathered whole."""
+PROMPTS_CACHED: Final = (0, 8192)
+"""Cached tokens of a captured step of prompts, at most. What is not there is expanded all the same:
+8,192 positions of 16 heads are some 50 us of a layer."""
+
+MAX_PROMPTS: Final = 32
+"""Of a captured step of prompts: each may end within a block, which is gathered whole."""
 
 LAYERS_OF_A_PIECE: Final = 16
-"""Of a step of whole prompts: their KV is sent while the layers behind them run."""
+"""Of a step of prompts: their KV is sent while the layers behind them run."""
 
 
 class ChunkInputs(Protocol):
@@ -105,7 +110,7 @@ def chunk_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
 
 def num_kinds(size: int) -> int:
     """Return in how many kinds a number of tokens is captured."""
-    return 2 if size <= SUFFIX_SIZES[-1] else 1
+    return len(PROMPTS_CACHED) + (size <= SUFFIX_SIZES[-1])
 
 
 def why_no_chunks(model: ServedModel) -> str:
@@ -141,16 +146,20 @@ def chunk_kinds(
     """
     rule, block_size, device = model.attention_rule, kv_pool.block_size, kv_pool.device
     assert rule is not None
-    prompts = PromptInputs(
-        rule,
-        sizes,
-        max_num_seqs=min(max_num_seqs, MAX_PROMPTS),
-        block_size=block_size,
-        device=device,
-    )
+    prompts = [
+        PromptInputs(
+            rule,
+            sizes,
+            max_num_cached=num_cached,
+            max_num_seqs=min(max_num_seqs, MAX_PROMPTS),
+            block_size=block_size,
+            device=device,
+        )
+        for num_cached in PROMPTS_CACHED
+    ]
     short = [size for size in sizes if size <= SUFFIX_SIZES[-1]]
     if not short:
-        return (prompts,)
+        return tuple(prompts)
     suffixes = SuffixInputs(
         rule,
         short,
@@ -159,7 +168,7 @@ def chunk_kinds(
         block_size=block_size,
         device=device,
     )
-    return suffixes, prompts
+    return suffixes, *prompts
 
 
 class ChunkGraphs:
@@ -266,9 +275,7 @@ class ChunkGraphs:
             return None
         return next((kind for kind in self._kinds if kind.takes(batch)), None)
 
-    def _capture_size(
-        self, size: int, make: Callable[[WorkInPieces], ReplayableInPieces]
-    ) -> None:
+    def _capture_size(self, size: int, make: Callable[[WorkInPieces], ReplayableInPieces]) -> None:
         for kind in self._kinds:
             if size in kind.sizes:
                 self._capture_kind(kind, size, make)

@@ -39,12 +39,14 @@ def prompt_graphs(
     sizes: Sequence[int],
     *,
     max_num_seqs: int,
+    max_num_cached: int = 0,
     **more: Any,
 ) -> ChunkGraphs:
-    """Return steps of whole prompts of some sizes, as `suffix_graphs` does."""
+    """Return steps of prompts of some sizes, as `suffix_graphs` does."""
     inputs = PromptInputs(
         model.attention_rule,
         sizes,
+        max_num_cached=max_num_cached,
         max_num_seqs=max_num_seqs,
         block_size=pool.block_size,
         device=pool.device,

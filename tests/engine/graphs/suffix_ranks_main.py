@@ -50,6 +50,7 @@ STEPS = {
         [(700, 700), (40, 40), (3, 3)],
         [(63, 63)],
         [(2000, 2000)],
+        [(500, 1500), (400, 400), (300, 800)],
     ),
 }
 """Queries and positions of each sequence, by what the steps are of."""
@@ -166,7 +167,7 @@ def run(kind: str, way: Way, groups: ProcessGroups, device: torch.device) -> lis
     pool = make_pool(model)
     how: dict[str, Any] = {"use_graphs": way.use_graphs and is_gpu, "streams": streams}
     graphs = (
-        prompt_graphs(model, pool, SIZES[kind], max_num_seqs=MAX_SEQS, **how)
+        prompt_graphs(model, pool, SIZES[kind], max_num_seqs=MAX_SEQS, max_num_cached=1500, **how)
         if kind == "prompts"
         else suffix_graphs(
             model,

@@ -1,4 +1,4 @@
-"""Captured steps of whole prompts are the same steps: same logits, same KV, nobody else's block.
+"""Captured steps of prompts are the same steps: same logits, same KV, nobody else's block.
 
 On a CPU what would be captured is called. A prompt as long as a captured size runs the very same
 numbers, so that every bit has to agree.
@@ -6,6 +6,7 @@ numbers, so that every bit has to agree.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def build(checkpoint: Path, **more: Any) -> DeepseekV3ForCausalLM:
     kernels = portable_kernels(has_paged_attention=True)
     model = build_model(checkpoint, kernels=kernels, **more)
     assert isinstance(model, DeepseekV3ForCausalLM)
+    # With heads as small as these nearly everything behind a cached token would be absorbed.
+    model.attention.rule = replace(model.attention.rule, absorbed_cost=1e9)
     return model
 
 
@@ -70,8 +73,8 @@ def make_pool(model: DeepseekV3ForCausalLM) -> KVPool:
     return pool
 
 
-def make_graphs(model: DeepseekV3ForCausalLM, pool: KVPool) -> ChunkGraphs:
-    graphs = prompt_graphs(model, pool, SIZES, max_num_seqs=MAX_SEQS)
+def make_graphs(model: DeepseekV3ForCausalLM, pool: KVPool, max_num_cached: int = 0) -> ChunkGraphs:
+    graphs = prompt_graphs(model, pool, SIZES, max_num_seqs=MAX_SEQS, max_num_cached=max_num_cached)
     graphs.capture()
     return graphs
 
@@ -103,11 +106,14 @@ def run_plain(model: DeepseekV3ForCausalLM, batch: ForwardBatch) -> tuple[Tensor
     return hidden, pool.data[1:]
 
 
-def run_captured(model: DeepseekV3ForCausalLM, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+def run_captured(
+    model: DeepseekV3ForCausalLM, batch: ForwardBatch, max_num_cached: int = 0
+) -> tuple[Tensor, Tensor]:
     pool = make_pool(model)
-    graphs = make_graphs(model, pool)
+    graphs = make_graphs(model, pool, max_num_cached)
     # What another step has left in the buffers is nobody's.
-    graphs.run(build_forward_batch(schedule([9, 21, 5], 7), BLOCK_SIZE))
+    cached = [min(max_num_cached, 50), 0, 0]
+    graphs.run(build_forward_batch(schedule([9, 21, 5], 7, cached=cached), BLOCK_SIZE))
     pool.data.copy_(make_pool(model).data)
     assert graphs.takes(batch)
     return graphs.run(batch), pool.data[1:]
@@ -124,57 +130,75 @@ def test_a_prompt_as_long_as_a_size_is_the_same_bit_by_bit(
     assert torch.equal(actual, expected)
 
 
+MAX_CACHED = 30
+
+
 @st.composite
-def prompts(draw: st.DrawFn) -> list[int]:
+def prompts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Return new and cached tokens of each prompt."""
     lengths: list[int] = []
+    cached: list[int] = []
     left = draw(st.integers(2, SIZES[-1]))
+    room = draw(st.sampled_from([0, MAX_CACHED]))
     while left > 1 and len(lengths) < MAX_SEQS:
         lengths.append(draw(st.integers(2, left)))
         left -= lengths[-1]
-    return lengths
+        cached.append(draw(st.integers(0, min(room, lengths[-1]))))
+        room -= cached[-1]
+    return lengths, cached
 
 
-@given(lengths=prompts(), seed=st.integers(0, 99))
+@given(drawn=prompts(), seed=st.integers(0, 99))
 @settings(
     deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_prompts_give_the_hidden_states_and_the_kv_of_the_plain_step(
-    model: DeepseekV3ForCausalLM, lengths: list[int], seed: int
+    model: DeepseekV3ForCausalLM, drawn: tuple[list[int], list[int]], seed: int
 ) -> None:
-    batch = build_forward_batch(schedule(lengths, seed), BLOCK_SIZE)
+    lengths, cached = drawn
+    scheduled = schedule(lengths, seed, cached=cached)
+    batch = build_forward_batch(scheduled, BLOCK_SIZE)
     expected, expected_kv = run_plain(model, batch)
-    actual, kv = run_captured(model, batch)
+    actual, kv = run_captured(model, batch, MAX_CACHED if any(cached) else 0)
     assert torch.isfinite(actual).all()
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(kv, expected_kv, rtol=1e-4, atol=1e-5)
     is_written = (kv != make_pool(model).data[1:]).flatten(1).any(1)
     owned = {
         block - 1
-        for item in schedule(lengths, seed)
-        for block in item.request.block_table[: -(-item.end // BLOCK_SIZE)]
+        for item in scheduled
+        for block in item.request.block_table[item.start // BLOCK_SIZE : -(-item.end // BLOCK_SIZE)]
     }
     assert set(is_written.nonzero().flatten().tolist()) <= owned
 
 
 @given(
-    counts=st.lists(st.integers(1, 40), max_size=6),
+    counts=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), max_size=6),
     padding=st.integers(0, 50),
+    room=st.integers(0, 50),
     spare=st.integers(0, 3),
     block_size=st.sampled_from([1, 4, 16]),
 )
-def test_places_find_every_token_in_its_own_block(
-    counts: list[int], padding: int, spare: int, block_size: int
+def test_places_find_every_position_in_its_own_block(
+    counts: list[tuple[int, int]], padding: int, room: int, spare: int, block_size: int
 ) -> None:
-    total = sum(counts)
+    lengths = [(queries, queries + cached) for queries, cached in counts]
+    num_tokens, num_cached = (sum(column) for column in zip((0, 0), *counts, strict=True))
+    total = num_tokens + num_cached
     shape = PromptShape(
-        num_tokens=max(total + padding, 1), num_seqs=len(counts) + spare, block_size=block_size
+        num_tokens=max(num_tokens + padding, 1),
+        num_cached=num_cached + room,
+        num_seqs=len(counts) + spare,
+        block_size=block_size,
     )
-    places = place_prompts(shape, counts)
+    places = place_prompts(shape, lengths)
     assert len(places.owners) == len(places.columns) < shape.num_blocks
-    assert len(places.kept) == shape.num_tokens
+    assert len(places.kept) == shape.num_positions
     blocks, offsets = np.divmod(places.kept, block_size)
     expected = [
-        (seq, *divmod(at, block_size)) for seq, count in enumerate(counts) for at in range(count)
+        (seq, *divmod(at, block_size))
+        for seq, (_, positions) in enumerate(lengths)
+        for at in range(positions)
     ]
     found = [
         (int(places.owners[block]), int(places.columns[block]), int(offset))
@@ -183,11 +207,11 @@ def test_places_find_every_token_in_its_own_block(
     assert found == expected
     # What is left is in the last block, which is no prompt's.
     assert (blocks[total:] == shape.num_blocks - 1).all()
-    lengths = np.diff(places.cu_seqlens)
-    assert lengths[: len(counts)].tolist() == counts
-    assert lengths[len(counts)] == shape.num_tokens - total
-    assert not lengths[len(counts) + 1 :].any()
-    assert len(lengths) == shape.num_seqs + 1
+    found_lengths = np.diff(places.cu_seqlens).T.tolist()
+    num_padding = shape.num_tokens - num_tokens
+    assert found_lengths[: len(counts)] == [list(pair) for pair in lengths]
+    assert found_lengths[len(counts)] == [num_padding, num_padding]
+    assert found_lengths[len(counts) + 1 :] == [[0, 0]] * spare
 
 
 def test_padding_goes_to_no_expert(checkpoint: Path) -> None:
@@ -200,7 +224,7 @@ def test_padding_goes_to_no_expert(checkpoint: Path) -> None:
     assert counting.num_rows == 17 * top_k * num_moe_layers
 
 
-def test_only_whole_prompts_are_taken(model: DeepseekV3ForCausalLM) -> None:
+def test_prompts_are_taken_behind_few_cached_tokens(model: DeepseekV3ForCausalLM) -> None:
     graphs = make_graphs(model, make_pool(model))
 
     def takes(*lengths: int, cached: Sequence[int] = ()) -> bool:
@@ -209,7 +233,10 @@ def test_only_whole_prompts_are_taken(model: DeepseekV3ForCausalLM) -> None:
     assert takes(SIZES[-1])
     assert takes(2, 2, SIZES[-1] - 4)
     assert not takes(SIZES[-1] + 1)
-    assert not takes(2, 9, cached=(0, 4)), "attends to more than the step"
+    assert not takes(9, 20, cached=(0, 4)), "attends to more than the step"
+    behind = make_graphs(model, make_pool(model), 4)
+    assert behind.takes(build_forward_batch(schedule([9, 20], cached=(0, 4)), BLOCK_SIZE))
+    assert not behind.takes(build_forward_batch(schedule([9, 20], cached=(2, 3)), BLOCK_SIZE))
     assert not takes(1), "a single query is absorbed"
     assert not graphs.takes(ForwardBatch.dummy())
     few = prompt_graphs(model, make_pool(model), SIZES, max_num_seqs=1)

@@ -1,4 +1,4 @@
-"""On a GPU, captured steps of whole prompts do what the same work does when it is called."""
+"""On a GPU, captured steps of prompts do what the same work does when it is called."""
 
 import random
 from dataclasses import replace
@@ -35,8 +35,17 @@ CONFIG = replace(
     topk_group=2,
     num_experts_per_tok=8,
 )
-STEPS = ([2048], [700, 300, 3], [64], [63], [1024, 1000], [129, 2])
-"""Tokens of each prompt."""
+STEPS = (
+    [(2048, 0)],
+    [(700, 0), (300, 0), (3, 0)],
+    [(64, 0)],
+    [(63, 0)],
+    [(1024, 0), (1000, 0)],
+    [(129, 0), (2, 0)],
+    [(700, 1000), (900, 0), (400, 1500)],
+    [(1500, 2000)],
+)
+"""New and cached tokens of each prompt."""
 
 
 @pytest.fixture(scope="module", params=[None, KernelSet.TRITON], ids=["fastest", "triton"])
@@ -65,20 +74,21 @@ def make_pool(model: DeepseekV3ForCausalLM, kv_dtype: torch.dtype) -> KVPool:
     return pool
 
 
-def schedule(lengths: list[int], seed: int) -> list[ScheduledRequest]:
+def schedule(lengths: list[tuple[int, int]], seed: int) -> list[ScheduledRequest]:
     draw = random.Random(seed)
     blocks = draw.sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
     return [
         ScheduledRequest(
             Request(
                 request_id=str(index),
-                prompt_token_ids=[draw.randrange(4096) for _ in range(count)],
+                prompt_token_ids=[draw.randrange(4096) for _ in range(count + cached)],
                 sampling=SamplingParams(temperature=0.7, seed=index),
                 block_table=blocks[index * WIDTH : (index + 1) * WIDTH],
+                num_computed_tokens=cached,
             ),
             count,
         )
-        for index, count in enumerate(lengths)
+        for index, (count, cached) in enumerate(lengths)
     ]
 
 
@@ -90,21 +100,33 @@ def run(
     A step longer than all that is captured runs between, so that memory of ordinary steps moves.
     """
     pool = make_pool(model, kv_dtype)
-    graphs = prompt_graphs(model, pool, SIZES, max_num_seqs=MAX_SEQS, use_graphs=bool(use_graphs))
+    kinds = [
+        prompt_graphs(
+            model,
+            pool,
+            SIZES,
+            max_num_seqs=MAX_SEQS,
+            max_num_cached=num_cached,
+            use_graphs=bool(use_graphs),
+        )
+        for num_cached in (0, 3000)
+    ]
     if use_graphs is not None:
-        graphs.capture()
+        for graphs in kinds:
+            graphs.capture()
     hidden = []
     with torch.inference_mode():
         for seed, lengths in enumerate(STEPS):
-            longer = build_forward_batch(schedule([2049 + 400 * seed], 99), BLOCK_SIZE, "cuda")
-            assert not graphs.takes(longer)
+            longer = build_forward_batch(schedule([(2049 + 200 * seed, 0)], 99), BLOCK_SIZE, "cuda")
+            assert not any(graphs.takes(longer) for graphs in kinds)
             model.forward(longer, pool)
             batch = build_forward_batch(schedule(lengths, seed), BLOCK_SIZE, "cuda")
-            assert graphs.takes(batch)
+            graphs = next(each for each in kinds if each.takes(batch))
             found = model.forward(batch, pool) if use_graphs is None else graphs.run(batch)
             hidden.append(found.clone())
     torch.cuda.synchronize()
-    graphs.close()
+    for graphs in kinds:
+        graphs.close()
     return hidden, pool.data[1:].view(torch.uint8).cpu()
 
 
@@ -141,7 +163,7 @@ def test_a_launch_does_not_wait_for_the_device(model: DeepseekV3ForCausalLM) -> 
     for mode in ("default", "error", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            pending.append(captured.launch(schedule([400, 500], 0)))
+            pending.append(captured.launch(schedule([(400, 0), (500, 800)], 0)))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     tokens = [[result.sampled for result in step.collect()] for step in pending]
