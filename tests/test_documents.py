@@ -40,6 +40,8 @@ OF_A_RUNNING_WORKER = {
     "pd_trace_spans_total",
     "pd_expert_balancedness",
     "pd_expert_worst_layer_balancedness",
+    "pd_expert_balancedness_of_floor",
+    "pd_expert_worst_layer_balancedness_of_floor",
 }
 """Metrics that a rank adds when it opens its transport and joins the pool, traces requests, or has
 experts."""

@@ -117,12 +117,7 @@ def describe_passes(passes: Passes, experts: CountedExperts) -> Report:
     even = balancedness_of(rank_rows(counts_NLE, passes.table_LP, experts.num_ranks))
     tokens = float(counts_NLE[:, 0].sum()) / config.num_experts_per_tok / len(counts_NLE)
     floor = noise_floor(
-        Routing(
-            num_experts=config.n_routed_experts,
-            top_k=config.num_experts_per_tok,
-            num_groups=config.n_group,
-            topk_group=config.topk_group,
-        ),
+        Routing.of(config),
         tokens_per_pass=tokens,
         num_ranks=experts.num_ranks,
         num_slots=passes.table_LP.shape[1],
