@@ -35,6 +35,8 @@ from runtime.errors import ConfigError
 from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase
 from runtime.slow_ranks import Finding
 
+NO_FAULT = "none"
+"""Asked for in place of faults: only the steps without one, however many seconds."""
 WARM_UP_STEPS = 30
 STEPS_OF_WINDOW = STEPS_OF_BLOCK * BLOCKS_OF_WINDOW
 
@@ -109,6 +111,7 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
             "seconds": sum(quiet.step_s),
             "steps": len(quiet.step_s),
             "alarms": _alarms(looks, frozenset()),
+            "longest_alarm_s": _longest_alarm(looks) * STEPS_OF_BLOCK * quiet.median_s,
             "windows": len(looks),
             "noise": _noise_of_blocks(quiet.blocks),
         },
@@ -256,6 +259,15 @@ def _describe_blocks(blocks: Blocks) -> Report:
     }
 
 
+def _longest_alarm(looks: Sequence[Sequence[Finding]]) -> int:
+    """Return in how many looks behind one another there was a fault: the alert waits 5 minutes."""
+    longest = now = 0
+    for found in looks:
+        now = now + 1 if any(each.kind.is_fault for each in found) else 0
+        longest = max(longest, now)
+    return longest
+
+
 def _noise_of_blocks(blocks: Blocks) -> Report:
     """Return how work before dispatch varies, by block and rank, for simulations: in us."""
     own = np.array([[b.own_s[Phase.DISPATCH] for b in blocks[rank]] for rank in sorted(blocks)])
@@ -328,14 +340,14 @@ def _parse() -> tuple[LiveOptions, Path | None]:
     parser.add_argument("--attention", type=float, default=0.05, help="share that is added")
     parser.add_argument("--rows", type=float, default=0.2, help="share that is added")
     parser.add_argument("--link-us", type=float, default=20.0, help="that are added")
-    parser.add_argument("--faults", default="", help="names with commas (default: all)")
+    parser.add_argument("--faults", default="", help="names with commas, or none (default: all)")
     parser.add_argument("--json", type=Path, help="where the report is written")
     arguments = parser.parse_args()
     faults = faults_of(
         attention=arguments.attention, rows=arguments.rows, link_s=1e-6 * arguments.link_us
     )
     names = [name for name in arguments.faults.split(",") if name]
-    unknown = set(names) - {fault.name for fault in faults}
+    unknown = set(names) - {fault.name for fault in faults} - {NO_FAULT}
     if unknown or arguments.dp < 4:
         known = ", ".join(fault.name for fault in faults)
         raise ConfigError(
