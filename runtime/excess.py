@@ -63,7 +63,7 @@ class Limits:
     """
 
     ratio: float = 0.03
-    differ: float = 0.005
+    differ: float = 0.01
     deviations: float = 6.0
     own_deviations: float = 3.5
     spreads: float = 2.0
@@ -199,7 +199,7 @@ class Judge:
         before = [each.of_block[name] for each in self._earlier if name in each.of_block]
         if len(before) < EARLIER_WINDOWS:
             noise = own * to_middle
-            return noise, max(limits.ratio * base, limits.deviations * noise)
+            return noise, max(limits.ratio * base, limits.deviations * noise + limits.differ * base)
         squares = float(np.mean(np.square([*before, own])))
         noise = (squares * to_middle**2 + self._wander(name, squares)) ** 0.5
         degrees = (len(before) + 1) * (BLOCKS_OF_WINDOW - 1) * (self._num_ranks - 1)

@@ -28,6 +28,7 @@ OF_A_RUNNING_WORKER = {
     "pd_expert_rebalance_rounds_total",
     "pd_expert_rebalance_moves_total",
     "pd_expert_rebalance_bytes_total",
+    "pd_expert_rebalance_host_moves_total",
     "pd_expert_rebalance_retreats_total",
     "pd_expert_rebalance_stopped",
     "pd_expert_rebalance_refused_total",
