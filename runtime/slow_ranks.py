@@ -253,7 +253,7 @@ class _Search:
         # What all links of a receiver or of a source share is no link's.
         left = left - np.maximum(0.0, lower_median_of(left, 2))[:, :, None]
         left = left - np.maximum(0.0, lower_median_of(left, 1))[:, None, :]
-        return self._judge.links(f"link_{phase.name}", left, self._own[phase].base)
+        return self._judge.links(f"link_{phase.name}", left, self._own[phase].base or self._step_s)
 
     def _carried(self, phase: Phase) -> Excess:
         """Return [R, R] what comes longer behind the first of it than usual, and more rows explain.
@@ -266,7 +266,7 @@ class _Search:
         usual = lower_median_of(carried.reshape(len(carried), -1), 1)[:, None, None]
         more = 1.0 + np.maximum(0.0, self._rows)[:, None] + np.maximum(0.0, self._load)[None, :]
         return self._judge.links(
-            f"carried_{phase.name}", carried - usual * more, self._own[phase].base
+            f"carried_{phase.name}", carried - usual * more, self._own[phase].base or self._step_s
         )
 
     def _link(self, excess: Excess, receiver: int, source: int) -> Finding:

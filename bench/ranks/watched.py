@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,13 +91,15 @@ def found_after(
     return shares
 
 
-def measure(hours: float, num_groups: int, *, wander: float, seed: int) -> Mapping[str, object]:
+def measure(
+    hours: float, num_groups: int, cases: Sequence[Case], *, wander: float, seed: int
+) -> Mapping[str, object]:
     """Play it all, four ranks."""
     timing = replace(Timing(), differ=DIFFER, wander=wander, rank_spread=0.0)
     looks, alarms = quiet(int(hours * LOOKS), 4, timing, seed=seed)
     print(f"wander {wander:.1%}: {looks} looks without a fault, {alarms} alarms", flush=True)
     rows = {}
-    for case in CASES[1:]:
+    for case in cases:
         rows[case.name] = found_after(case, num_groups, 4, timing, seed=seed + 1)
         shares = ", ".join(f"{share:.1%}" for share in rows[case.name])
         print(f"  {case.name:24s} found after 100, 200, 300 steps: {shares}", flush=True)
@@ -115,13 +117,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hours", type=float, default=1.0, help="without a fault")
     parser.add_argument("--groups", type=int, default=200, help="in which a fault begins")
+    parser.add_argument("--case", action="append", help="name of a fault (default: all)")
     parser.add_argument("--wander", type=float, action="append", help="of attention, a block")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the rows are written")
     options = parser.parse_args()
-    began = time.monotonic()
+    began, seed = time.monotonic(), options.seed * 1_000_003
+    cases = [case for case in CASES[1:] if not options.case or case.name in options.case]
     rows = [
-        measure(options.hours, options.groups, wander=wander, seed=options.seed * 1_000_003)
+        measure(options.hours, options.groups, cases, wander=wander, seed=seed)
         for wander in options.wander or [0.012, WANDER]
     ]
     if options.json is not None:

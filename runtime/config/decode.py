@@ -79,7 +79,7 @@ class DecodeSection:
     record_waits: str = "auto"
     """Record how long the ranks of an instance wait for one another, and tell the router, which
     finds slow ranks and links: "on", "off", or "auto" (on). Of exchanges on GPUs "nvlink" is
-    recorded; with another one only slow hosts are found there."""
+    recorded, and "deep-ep" with "on"; else only slow hosts are found there."""
     device_memory_gib: float = 0.0
     """Memory of one GPU, to check before the start that a rank fits; 0: not checked."""
     step_timeout_s: float = 30.0
