@@ -110,6 +110,7 @@ def open_execution(
             num_physical_experts=num_physical_experts,
             scatter_tokens=options.steps.scatter_tokens,
             waits=waits,
+            records_costs=_records_costs(options),
         )
         opened, max_masked = _open(options, experts, played_ranks)
     dispatcher = None if opened is None else opened.dispatcher
@@ -121,6 +122,12 @@ def open_execution(
     execution = replace(execution, dispatcher=dispatcher, max_masked_tokens=max_masked)
     close = do_nothing if opened is None else partial(_close_on, device, opened)
     return OpenExecution(execution=execution, close=close)
+
+
+def _records_costs(options: EngineOptions) -> bool:
+    """Whether DeepEP is to count waits: where asked for by name, as it is not measured yet."""
+    steps = options.steps
+    return isinstance(steps, TokenSteps) and steps.record_waits is Switch.ON
 
 
 def _open(
