@@ -74,8 +74,9 @@ class DecodeSection:
     """Tokens that the checkpoint's layer for multi-token prediction drafts for each request and
     step, 0 to 3, which the next step verifies: the text is the same, the steps are fewer. Each
     counts as a token of ``max_tokens_per_rank``. "auto": before every step as many as the most
-    tokens per second are expected of, none included, and as there is room for. 0: none, and the
-    layer is not loaded. Either 0 or not in the configurations of all workers that pair."""
+    tokens per second are expected of, none included, and as there is room for; none ever, where the
+    checkpoint has no such layer, or ``device_memory_gib`` no room for it. 0: none, and the layer is
+    not loaded. Either 0 or not in the configurations of all workers that pair."""
     record_waits: str = "auto"
     """Record how long the ranks of an instance wait for one another, and tell the router, which
     finds slow ranks and links: "on", "off", or "auto" (on). Of exchanges on GPUs "nvlink" is
