@@ -72,8 +72,8 @@ class CallConnection(asyncio.Protocol):
         self._reason = ""
 
     def send(self, message: bytes) -> None:
-        """Write ``message`` as soon as the peer takes it."""
-        if self._transport is not None:
+        """Write ``message`` as soon as the peer takes it; nowhere, once it is over."""
+        if self._transport is not None and not self._reason:
             self._transport.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
 
     def hand_over(self, owner: ConnectionOwner, max_bytes: int) -> None:
@@ -83,12 +83,12 @@ class CallConnection(asyncio.Protocol):
 
     def pause_reading(self) -> None:
         """Leave in the socket what comes, until ``resume_reading``."""
-        if self._transport is not None:
+        if self._transport is not None and self._transport.is_reading():
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Read on."""
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_reading():
             self._transport.resume_reading()
 
     def end(self, reason: str) -> None:

@@ -90,11 +90,13 @@ class CallDoor:
             self._loop.call_later(_ACCEPT_PAUSE_S, self._accept_again)
             return
         if len(self._strangers) >= MAX_STRANGERS:
-            next(iter(self._strangers)).cancel()
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.cancel()
         stranger = _Stranger(sock, self._credentials, self._welcome)
         task = self._tasks.start(self._meet(stranger), name="stranger")
         self._strangers[task] = None
-        task.add_done_callback(self._strangers.pop)
+        task.add_done_callback(lambda task: self._strangers.pop(task, None))
         task.add_done_callback(lambda _: stranger.cut_off())
 
     def _accept_again(self) -> None:

@@ -233,7 +233,8 @@ class CallStream:
                     ssl=tls,
                 )
         except Exception as error:  # of TCP, of TLS, of its files
-            self._go_alone(str(error) or f"no connection in {CONNECT_S:g} s")
+            if self._connection is None:  # else its end is told, as it was opened
+                self._go_alone(str(error) or f"no connection in {CONNECT_S:g} s")
         finally:
             self._opening = None
 

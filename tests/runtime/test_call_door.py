@@ -136,11 +136,16 @@ async def test_who_does_not_speak_our_protocol_is_cut_off(data: bytes) -> None:
         assert server._door.num_strangers == 0
 
 
-async def test_who_says_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_who_says_nothing_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_tls: bool
+) -> None:
     monkeypatch.setattr(call_door, "GREETING_S", 0.1)
-    async with serving() as (_, port):
+    files = make_certificates(tmp_path, (HOST,)) if has_tls else None
+    async with serving(dataclasses.replace(RIGHT, tls=files)) as (_, port):
         reader, writer = await asyncio.open_connection(HOST, port)
-        writer.write(framed(greeting("test-secret"))[:10])
+        if not has_tls:
+            writer.write(framed(greeting("test-secret"))[:10])
         assert await rest(reader) == b""
         writer.close()
 
