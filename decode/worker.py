@@ -32,7 +32,7 @@ from engine.boot.rank import use_device
 from engine.constraint.constraints import Constraints
 from engine.experts.votes import ExpertTurns, StandingExperts
 from kv_transfer.receiver import Arrival
-from runtime.call_server import CarriedMethod, carry
+from runtime.call_server import CallServer, CarriedMethod
 from runtime.errors import DrainingError, PeerLostError
 from runtime.pb import cache_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
 from runtime.rank_picture import block_to_proto
@@ -194,7 +194,7 @@ class DecodeDriver:
         self._moves = opened
         return opened.rebalancer
 
-    def _serve(self, server: grpc.aio.Server, address: str) -> None:
+    def _serve(self, server: grpc.aio.Server, calls: CallServer, address: str) -> None:
         identity, transport = self._host.identity, self._options.config.kv_transfer.transport
         facts = RankFacts(
             identity=identity,
@@ -221,7 +221,7 @@ class DecodeDriver:
         )
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
         reserve = CarriedMethod(decode_pb2.ReserveRequest.FromString, self._service.Reserve)
-        carry(server, Reserve=reserve)
+        calls.carry(Reserve=reserve)
         cache = CacheService(identity, self._cache, self._worker_load)
         cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
         add_experts(server, identity, self._options, self._experts)

@@ -28,7 +28,9 @@ METRICS_OFFSET = 100
 DATA_OFFSET = 200
 HEALTH_OFFSET = 300
 RENDEZVOUS_OFFSET = 301
-MAX_LOCAL_RANKS = 100
+CALLS_OFFSET = 310
+MAX_LOCAL_RANKS = 90
+"""So that a host takes 400 ports: the next one on the same machine has the base behind them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +40,12 @@ class HostPorts:
     base: int
 
     def __post_init__(self) -> None:
-        most = 2**16 - 1 - RENDEZVOUS_OFFSET
+        most = 2**16 - CALLS_OFFSET - MAX_LOCAL_RANKS
         if not 1 <= self.base <= most:
             raise ConfigError("--port-base", self.base, "is no port", f"1 to {most}")
 
     def grpc(self, local_rank: int) -> int:
-        """Of calls."""
+        """Of gRPC."""
         return self.base + local_rank
 
     def metrics(self, local_rank: int) -> int:
@@ -53,6 +55,10 @@ class HostPorts:
     def data(self, local_rank: int) -> int:
         """Of KV."""
         return self.base + DATA_OFFSET + local_rank
+
+    def calls(self, local_rank: int) -> int:
+        """Of routers' short calls."""
+        return self.base + CALLS_OFFSET + local_rank
 
     @property
     def health(self) -> int:
@@ -200,6 +206,7 @@ def _command(place: HostPlace, rank: int, local: int, config_path: Path) -> tupl
         *("--port", str(ports.grpc(local))),
         *("--metrics-port", str(ports.metrics(local))),
         *("--data-port", str(ports.data(local))),
+        *("--calls-port", str(ports.calls(local))),
     )
 
 
@@ -250,6 +257,7 @@ def check_ports(place: HostPlace, num_ranks: int) -> None:
     ports, listen = place.ports, place.listen
     wanted = [(listen.bind, ports.grpc(local)) for local in range(num_ranks)]
     wanted += [(listen.bind, ports.metrics(local)) for local in range(num_ranks)]
+    wanted += [(listen.bind, ports.calls(local)) for local in range(num_ranks)]
     wanted += [(listen.reach, ports.data(local)) for local in range(num_ranks)]
     for host, port in wanted:
         try:

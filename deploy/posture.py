@@ -95,6 +95,13 @@ def _ports(config: ClusterConfig) -> Iterator[Port]:
         remedy=_encrypt(config),
     )
     yield Port(
+        name="workers (short calls)",
+        where=host,
+        host=host,
+        protection=_grpc_protection(config),
+        remedy=_encrypt(config),
+    )
+    yield Port(
         name="worker metrics",
         where=host,
         host=host,

@@ -37,7 +37,7 @@ from prefill.service import PrefillService
 from prefill.spans import record_run
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
-from runtime.call_server import CarriedMethod, carry
+from runtime.call_server import CallServer, CarriedMethod
 from runtime.endings import failure_of_requests
 from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
@@ -225,10 +225,15 @@ class PrefillDriver:
         return self._moves.rebalancer
 
     def _serve(
-        self, host: WorkerHost, service: PrefillService, server: grpc.aio.Server, address: str
+        self,
+        host: WorkerHost,
+        service: PrefillService,
+        server: grpc.aio.Server,
+        calls: CallServer,
+        address: str,
     ) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
-        carry(server, Run=CarriedMethod(prefill_pb2.RunRequest.FromString, service.Run))
+        calls.carry(Run=CarriedMethod(prefill_pb2.RunRequest.FromString, service.Run))
         cache = CacheService(host.identity, self._cache, self._worker_load)
         cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
         add_experts(server, host.identity, self._options, self._experts)

@@ -1,4 +1,4 @@
-"""The peer's end of `runtime.call_stream`: unary methods of a service, called over one stream.
+"""The peer's end of `runtime.call_stream`: unary methods of a service, called over one connection.
 
 Each call is a task, as it would be on its own: with the trace of its request, and cancelled where
 its caller cancels it, goes away, or the server ends.
@@ -7,7 +7,7 @@ its caller cancels it, goes away, or the server ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -16,9 +16,12 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
+from runtime.call_connection import CallConnection
+from runtime.call_door import CallDoor
 from runtime.logging import get_logger
-from runtime.pb import calls_pb2, calls_pb2_grpc
-from runtime.rpc import MAX_MESSAGE_BYTES, WORKER_LIMITS
+from runtime.net import Credentials, Listen
+from runtime.pb import calls_pb2
+from runtime.rpc import MAX_MESSAGE_BYTES, WORKER_LIMITS, ServerLimits
 from runtime.trace import TraceContext, set_trace
 
 logger = get_logger(__name__)
@@ -26,9 +29,7 @@ logger = get_logger(__name__)
 MAX_BATCH_BYTES = 2**20
 """Of the responses of a message, about."""
 MAX_RESPONSE_BYTES = MAX_MESSAGE_BYTES - MAX_BATCH_BYTES - 1024
-"""A longer one would end the stream, and with it all other calls."""
-
-Context = grpc.aio.ServicerContext[calls_pb2.CallBatch, calls_pb2.AnswerBatch]
+"""A longer one would end the connection, and with it all other calls."""
 
 
 class _AbortedError(Exception):
@@ -61,66 +62,118 @@ class CarriedMethod:
     handler: Callable[[Any, Any], Awaitable[Message]]
 
 
-class CallServer(calls_pb2_grpc.CallsServicer):
-    """Serves methods by their names."""
+class CallServer:
+    """Serves methods by their names, to whoever shows the cluster's secret."""
+
+    def __init__(self, credentials: Credentials, limits: ServerLimits = WORKER_LIMITS) -> None:
+        """Of ``limits``, the calls at once are those of one connection; one more is answered
+        RESOURCE_EXHAUSTED.
+        """
+        self._limits = limits
+        self._methods: dict[str, CarriedMethod] = {}
+        self._door = CallDoor(credentials, self._welcome)
+        self._callers: set[_Caller] = set()
+
+    def carry(self, **methods: CarriedMethod) -> None:
+        """Serve ``methods``, too."""
+        self._methods |= methods
+
+    def start(self, listen: Listen, field: str = "--calls-port") -> int:
+        """Listen where ``listen`` says; the port.
+
+        Raises:
+            ConfigError: the port is taken, and ``field`` names the setting it comes from; or a file
+                of TLS cannot be used.
+        """
+        return self._door.open(listen, field)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more calls; what is under way after ``grace_s`` is cancelled."""
+        await self._door.close()
+        await asyncio.gather(*(caller.stop(grace_s) for caller in self._callers))
+
+    def _welcome(self, connection: CallConnection) -> tuple[_Caller, int]:
+        most = self._limits.max_concurrent_rpcs
+        caller = _Caller(connection, self._methods, most, on_end=self._callers.discard)
+        self._callers.add(caller)
+        return caller, self._limits.max_request_bytes
+
+
+class _Caller:
+    """The calls of one connection."""
 
     def __init__(
         self,
+        connection: CallConnection,
         methods: Mapping[str, CarriedMethod],
+        max_calls: int,
         *,
-        max_calls: int = WORKER_LIMITS.max_concurrent_rpcs,
+        on_end: Callable[[_Caller], None],
     ) -> None:
-        """``max_calls``: of one stream at once; one more is answered RESOURCE_EXHAUSTED."""
+        self._loop = asyncio.get_running_loop()
+        self._connection = connection
         self._methods = methods
         self._max_calls = max_calls
-
-    async def Carry(
-        self, batches: AsyncIterator[calls_pb2.CallBatch], context: Context
-    ) -> AsyncIterator[calls_pb2.AnswerBatch]:
-        """Answer the calls of one peer for as long as it is there."""
-        calls = _Calls(self._methods, self._max_calls)
-        reading = asyncio.create_task(calls.read(batches), name="calls")
-        try:
-            while (batch := await calls.answers()) is not None:
-                yield batch
-        finally:
-            reading.cancel()
-            await calls.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-
-
-class _Calls:
-    """The calls of one stream."""
-
-    def __init__(self, methods: Mapping[str, CarriedMethod], max_calls: int) -> None:
-        self._methods = methods
-        self._max_calls = max_calls
+        self._on_end = on_end
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answers: list[calls_pb2.CarriedAnswer] = []
-        self._news = asyncio.Event()
-        self._is_read = False
-        """Whether the peer begins no more of them."""
+        self._is_sending = False
+        """Whether the answers go out in the next turn of the loop."""
+        self._is_stopping = False
 
-    async def read(self, batches: AsyncIterator[calls_pb2.CallBatch]) -> None:
-        """Begin and cancel calls until the peer sends no more."""
+    def opened(self, connection: CallConnection) -> None:
+        """See `ConnectionOwner`; it stands already."""
+
+    def take(self, message: bytes) -> None:
+        """Begin and cancel calls."""
         try:
-            async for batch in batches:
-                for call in batch.calls:
-                    if call.method:
-                        self._begin(call)
-                    elif (task := self._tasks.get(call.number)) is not None:
-                        task.cancel()
-        finally:
-            self._is_read = True
-            self._news.set()
+            batch = calls_pb2.CallBatch.FromString(message)
+        except DecodeError as error:
+            self._connection.abort(f"no calls: {error}")
+            return
+        for call in batch.calls:
+            if call.method:
+                self._begin(call)
+            elif (task := self._tasks.get(call.number)) is not None:
+                task.cancel()
 
-    async def answers(self) -> calls_pb2.AnswerBatch | None:
-        """What was answered since the last time, as much as a message takes; None: it was all."""
-        while not self._answers:
-            if self._is_read and not self._tasks:
-                return None
-            self._news.clear()
-            await self._news.wait()
+    def writable(self) -> None:
+        """Go on with what the caller had to take first."""
+        self._connection.resume_reading()
+        self._send()
+
+    def lost(self, reason: str) -> None:
+        """Nobody waits for any of them."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._on_end(self)
+
+    async def stop(self, grace_s: float) -> None:
+        """Begin no more; answer what ends by itself in ``grace_s``."""
+        self._is_stopping = True
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=grace_s)
+        self._send()
+        self._connection.end("the worker ends")
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _send_soon(self) -> None:
+        if not self._is_sending:
+            self._is_sending = True
+            self._loop.call_soon(self._send)
+
+    def _send(self) -> None:
+        self._is_sending = False
+        while self._answers:
+            if not self._connection.is_writable:
+                self._connection.pause_reading()
+                return
+            self._connection.send(self._next_batch().SerializeToString())
+
+    def _next_batch(self) -> calls_pb2.AnswerBatch:
+        """What was answered since the last time, as much as a message takes."""
         num_bytes = number = 0
         for answer in self._answers:
             number += 1
@@ -131,18 +184,13 @@ class _Calls:
         del self._answers[:number]
         return batch
 
-    async def cancel(self) -> None:
-        """Nobody waits for any of them."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
     def _begin(self, call: calls_pb2.CarriedCall) -> None:
+        if self._is_stopping:
+            self._fail(call.number, grpc.StatusCode.UNAVAILABLE, "the worker ends")
+            return
         if len(self._tasks) >= self._max_calls:
-            text = f"{self._max_calls} calls are under way on one stream"
+            text = f"{self._max_calls} calls are under way on one connection"
             self._fail(call.number, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
-            self._news.set()
             return
         task = asyncio.create_task(self._serve(call), name=call.method)
         self._tasks[call.number] = task
@@ -150,7 +198,6 @@ class _Calls:
 
     def _ended(self, number: int, _: asyncio.Task[None]) -> None:
         del self._tasks[number]
-        self._news.set()
 
     async def _serve(self, call: calls_pb2.CarriedCall) -> None:
         number = call.number
@@ -182,13 +229,10 @@ class _Calls:
 
     def _answer(self, number: int, response: bytes) -> None:
         self._answers.append(calls_pb2.CarriedAnswer(number=number, response=response))
+        self._send_soon()
 
     def _fail(self, number: int, code: grpc.StatusCode, details: str) -> None:
         self._answers.append(
             calls_pb2.CarriedAnswer(number=number, status_code=code.value[0], details=details)
         )
-
-
-def carry(server: grpc.aio.Server, **methods: CarriedMethod) -> None:
-    """Serve ``methods`` on streams of ``server``, too."""
-    calls_pb2_grpc.add_CallsServicer_to_server(CallServer(methods), server)
+        self._send_soon()

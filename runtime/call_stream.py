@@ -11,7 +11,7 @@ all that is for a peer of an earlier version, which has no such stream.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +19,14 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from runtime.background import BackgroundTasks, tell_failure
+from runtime.call_connection import CallConnection, greeting
 from runtime.logging import get_logger
-from runtime.pb import calls_pb2, calls_pb2_grpc
+from runtime.net import Credentials
+from runtime.pb import calls_pb2
+from runtime.rpc import MAX_MESSAGE_BYTES
 from runtime.trace import TraceContext, current_trace, use_trace, without_trace
 
 logger = get_logger(__name__)
@@ -32,6 +35,10 @@ MAX_CARRIED_BYTES = 64 * 2**10
 """Of a request; a longer one has a call of its own."""
 MAX_BATCH_BYTES = 2**20
 """Of the requests of a message, about: far below what workers take (`WORKER_LIMITS`)."""
+CONNECT_S = 5.0
+"""TCP and TLS to a peer."""
+ALONE_S = 10.0
+"""How long each call is one of its own where no connection could be made."""
 
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -100,24 +107,29 @@ class StreamCall(asyncio.Future[ResponseT]):
 
 
 class CallStream:
-    """The stream of one channel, opened with the first call and anew after each break.
+    """The connection to one peer, opened with the first call and anew after each break.
 
     One event loop owns it.
     """
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, address: str, credentials: Credentials) -> None:
+        """``address``: "host:port" that the peer announces; empty: it takes single calls only."""
         self.loop = asyncio.get_running_loop()
-        self._open: Callable[[], Any] = calls_pb2_grpc.CallsStub(channel).Carry
+        self._address = address
+        self._credentials = credentials
         self._number = 0
         self._pending: dict[int, StreamCall[Any]] = {}
-        """Begun and not answered, on the stream."""
+        """Begun and not answered, on the connection."""
         self._unsent: dict[int, tuple[StreamCall[Any], bytes] | None] = {}
         """By number, each with its message; None, under a negative number: a cancel."""
-        self._wake: asyncio.Future[None] | None = None
-        """Of the task that sends, while there is nothing to send."""
-        self._task: asyncio.Task[None] | None = None
-        self._has_peer_none = False
-        """Whether the peer is of a version without such streams."""
+        self._is_sending = False
+        """Whether what is unsent goes out in the next turn of the loop."""
+        self._connection: CallConnection | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._refusal: tuple[grpc.StatusCode, str] | None = None
+        """What the peer said of the whole connection."""
+        self._alone_until = math.inf if not address else 0.0
+        """Until then each call is one of its own, on the loop's clock."""
         self._alone = BackgroundTasks()
 
     def start(
@@ -129,14 +141,11 @@ class CallStream:
         data = request.SerializeToString()
         if timeout is not None:
             call.timer = self.loop.call_later(timeout, self._time_out, call)
-        if self._has_peer_none or len(data) > MAX_CARRIED_BYTES:
+        if len(data) > MAX_CARRIED_BYTES or self._alone_until > self.loop.time():
             self._start_alone(call)
             return call
         self._pending[call.number] = call
         self._unsent[call.number] = call, data
-        if self._task is None:
-            self._task = self.loop.create_task(self._run(), name="calls", context=without_trace())
-            self._task.add_done_callback(tell_failure)
         self._send_soon()
         return call
 
@@ -153,11 +162,41 @@ class CallStream:
             self._send_soon()
 
     async def close(self) -> None:
-        """End the stream; what is under way on it is cancelled."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        """End the connection; what is under way on it is cancelled."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
         self._fail_all(lambda: None)
+        if self._connection is not None:
+            self._connection.abort("closed")
+        self._connection = None
+
+    def opened(self, connection: CallConnection) -> None:
+        """There is a connection: see `ConnectionOwner`."""
+        self._connection = connection
+        connection.send(greeting(self._credentials.secret))
+        self._send()
+
+    def take(self, message: bytes) -> None:
+        """Answers came: see `ConnectionOwner`."""
+        try:
+            batch = calls_pb2.AnswerBatch.FromString(message)
+        except DecodeError as error:
+            assert self._connection is not None
+            self._connection.abort(f"not our protocol: {error}")
+            return
+        for answer in batch.answers:
+            self._take(answer)
+
+    def writable(self) -> None:
+        """The peer keeps up again: see `ConnectionOwner`."""
+        self._send_soon()
+
+    def lost(self, reason: str) -> None:
+        """The connection is over, and so are its calls: see `ConnectionOwner`."""
+        self._connection = None
+        code, details = self._refusal or (grpc.StatusCode.UNAVAILABLE, reason)
+        self._fail_all(lambda: _error(code, details))  # a traceback for each
 
     def _time_out(self, call: StreamCall[Any]) -> None:
         if not call.done():
@@ -165,43 +204,39 @@ class CallStream:
             self.drop(call)
 
     def _send_soon(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        if self._connection is None:
+            if self._opening is None:
+                self._opening = self.loop.create_task(
+                    self._open(), name="calls", context=without_trace()
+                )
+                self._opening.add_done_callback(tell_failure)
+        elif not self._is_sending:
+            self._is_sending = True
+            self.loop.call_soon(self._send)
 
-    async def _run(self) -> None:
-        """One stream, from its beginning to its end."""
-        error: grpc.aio.AioRpcError | grpc.aio.UsageError | None = None
-        writing: asyncio.Task[None] | None = None
+    def _send(self) -> None:
+        self._is_sending = False
+        connection = self._connection
+        while self._unsent and connection is not None and connection.is_writable:
+            connection.send(self._next_batch().SerializeToString())
+
+    async def _open(self) -> None:
+        self._refusal = None
         try:
-            stream = self._open()
-            writing = self.loop.create_task(self._write(stream))
-            while (batch := await stream.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                for answer in batch.answers:
-                    self._take(answer)
-            error = _error(grpc.StatusCode.UNAVAILABLE, "the worker ended the stream of calls")
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as failure:
-            error = failure
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
+            host, _, port = self._address.rpartition(":")
+            tls = self._credentials.client_ssl_context()
+            async with asyncio.timeout(CONNECT_S):
+                await self.loop.create_connection(
+                    lambda: CallConnection(self, MAX_MESSAGE_BYTES),
+                    host.strip("[]"),
+                    int(port),
+                    ssl=tls,
+                )
+        except Exception as error:  # of TCP, of TLS, of its files
+            if self._connection is None:  # else its end is told, as it was opened
+                self._go_alone(str(error) or f"no connection in {CONNECT_S:g} s")
         finally:
-            self._task = None
-            if writing is not None:
-                writing.cancel()
-                stream.cancel()
-            self._end_all(error)
-
-    async def _write(self, stream: Any) -> None:
-        # That the stream is over is told, with its reason, to who reads it.
-        with contextlib.suppress(
-            grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError
-        ):
-            while True:
-                if not self._unsent:
-                    self._wake = self.loop.create_future()
-                    await self._wake
-                await stream.write(self._next_batch())
+            self._opening = None
 
     def _next_batch(self) -> calls_pb2.CallBatch:
         unsent = self._unsent
@@ -221,27 +256,18 @@ class CallStream:
         return batch
 
     def _take(self, answer: calls_pb2.CarriedAnswer) -> None:
+        if not answer.number:
+            self._refusal = _code(answer.status_code), answer.details
+            return
         call = self._pending.pop(answer.number, None)
         if call is None:
             return  # cancelled meanwhile
         if call.timer is not None:
             call.timer.cancel()
         if answer.status_code:
-            code = _STATUS_CODES.get(answer.status_code, grpc.StatusCode.UNKNOWN)
-            call.lose(_error(code, answer.details))
+            call.lose(_error(_code(answer.status_code), answer.details))
         else:
             call.take(answer.response)
-
-    def _end_all(self, error: grpc.aio.AioRpcError | grpc.aio.UsageError | None) -> None:
-        """The stream is over: so are its calls."""
-        if isinstance(error, grpc.aio.AioRpcError):
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                self._go_alone()
-                return
-            code, details = error.code(), error.details() or ""
-            self._fail_all(lambda: _error(code, details))  # a traceback for each
-        else:
-            self._fail_all(lambda: error)
 
     def _fail_all(self, error_of: Callable[[], BaseException | None]) -> None:
         pending, self._pending = self._pending, {}
@@ -249,9 +275,10 @@ class CallStream:
         for call in pending.values():
             call.lose(error_of())
 
-    def _go_alone(self) -> None:
-        """The peer is of an earlier version, and has seen none of the calls."""
-        self._has_peer_none = True
+    def _go_alone(self, reason: str) -> None:
+        """Nobody is reached at the announced address, and so nobody has seen any of the calls."""
+        logger.warning("calls go by themselves for a while address=%s: %s", self._address, reason)
+        self._alone_until = self.loop.time() + ALONE_S
         pending, self._pending = self._pending, {}
         self._unsent.clear()
         for call in pending.values():
@@ -278,6 +305,10 @@ class CallStream:
             if not call.done():
                 call.answered = time.monotonic()
                 call.set_result(response)
+
+
+def _code(value: int) -> grpc.StatusCode:
+    return _STATUS_CODES.get(value, grpc.StatusCode.UNKNOWN)
 
 
 def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:

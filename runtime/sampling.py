@@ -30,9 +30,12 @@ class OutputConstraint:
     """Output tokens before ``starts_after`` is forced; 0: no limit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the tokens of one request. Validated and complete: the router sets defaults."""
+    """How to choose the tokens of one request. Validated and complete: the router sets defaults.
+
+    Nobody changes it. It is not frozen because making it would take three times as long.
+    """
 
     temperature: float = 1.0
     """0 is greedy."""

@@ -82,7 +82,7 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
+        logit_bias=dict(params.logit_bias) or None,  # an empty one takes as long as all others
         seed=params.seed,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,

@@ -19,6 +19,12 @@ GRACE_S = 30.0
 ROUTER_HELP = (
     f"host:port of a registry, or several: a,b; {PREFIX}host:port: all that host resolves to"
 )
+_PORTS = {
+    "port": "gRPC",
+    "metrics-port": "/metrics, /health",
+    "data-port": "KV",
+    "calls-port": "routers' short calls",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +41,7 @@ class WorkerOptions:
         listen: where this process listens for calls, and the host that peers are told.
         metrics_port: of `/metrics` and `/health`; 0: any free one.
         data_port: of KV; 0: any free one. NIXL and Mooncake open further ones of their choice.
+        calls_port: of routers' short calls; 0: any free one.
         credentials: of the cluster.
         grace_s: how long it may drain when it is told to stop.
     """
@@ -49,6 +56,7 @@ class WorkerOptions:
     credentials: Credentials
     metrics_port: int = 0
     data_port: int = 0
+    calls_port: int = 0
     grace_s: float = GRACE_S
 
     def __post_init__(self) -> None:
@@ -69,14 +77,14 @@ class WorkerOptions:
             raise ConfigError("model.path", "", problem, "a folder with config.json")
 
     def _check_ports(self) -> None:
-        flags = ("--port", "--metrics-port", "--data-port")
-        ports = (self.listen.port, self.metrics_port, self.data_port)
+        flags = ("--port", "--metrics-port", "--data-port", "--calls-port")
+        ports = (self.listen.port, self.metrics_port, self.data_port, self.calls_port)
         for flag, port in zip(flags, ports, strict=True):
             if not 0 <= port < 2**16:
                 fix = "1 to 65535, or 0: any free one"
                 raise ConfigError(flag, port, "is no port", fix)
             if port and ports.count(port) > 1:
-                raise ConfigError(flag, port, "is another one's, too", "three different ports")
+                raise ConfigError(flag, port, "is another one's, too", "four different ports")
 
     @property
     def section(self) -> PrefillSection | DecodeSection:
@@ -110,7 +118,7 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
     parser.add_argument("--router", required=True, help=ROUTER_HELP)
     parser.add_argument("--host", default="", help="interface to listen on")
     parser.add_argument("--advertise", default="", help="this host's address as peers are told")
-    for name, use in (("port", "gRPC"), ("metrics-port", "/metrics, /health"), ("data-port", "KV")):
+    for name, use in _PORTS.items():
         parser.add_argument(f"--{name}", type=int, default=0, help=f"of {use}; 0: any free one")
     parser.add_argument("--grace", type=float, default=GRACE_S, help="seconds to drain")
     given = parser.parse_args(arguments)
@@ -131,6 +139,7 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
         credentials=cluster_credentials(config),
         metrics_port=given.metrics_port,
         data_port=given.data_port,
+        calls_port=given.calls_port,
         grace_s=given.grace,
     )
 

@@ -7,7 +7,7 @@ import contextlib
 
 
 class Proxy:
-    """Forwards TCP connections to a port of this machine, and cuts them.
+    """Forwards TCP connections to ports of this machine, and cuts them.
 
     Args:
         delay_s: a connection is accepted at once, and answered after so many seconds.
@@ -15,7 +15,7 @@ class Proxy:
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self._delay_s = delay_s
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, target: int) -> int:
@@ -28,8 +28,9 @@ class Proxy:
             # Also of one that is cancelled before it began.
             task.add_done_callback(lambda _: writer.transport.abort())
 
-        self._server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port: int = self._server.sockets[0].getsockname()[1]
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        self._servers.append(server)
+        port: int = server.sockets[0].getsockname()[1]
         return port
 
     async def cut(self) -> None:
@@ -41,8 +42,8 @@ class Proxy:
 
     async def close(self) -> None:
         """Stand for nothing any more."""
-        assert self._server is not None
-        self._server.close()
+        for server in self._servers:
+            server.close()
         await self.cut()
 
     async def _forward(

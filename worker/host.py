@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.parallel.groups import ProcessGroups
 from runtime.background import tell_failure
+from runtime.call_server import CallServer
 from runtime.daemon import run_on_daemon
 from runtime.errors import DrainingError
 from runtime.logging import fields, get_logger
@@ -94,7 +95,8 @@ class Endpoint:
     """What takes requests. Called on the event loop.
 
     Attributes:
-        serve: adds the service to a server that peers reach at an address.
+        serve: adds the service to a server that peers reach at an address, and what routers call
+            for each request to the server of short calls.
         record: what only the role knows of this worker.
         load: as of the last step, in a new message.
         refuse: takes nothing new from now on.
@@ -104,7 +106,7 @@ class Endpoint:
         flush: the engine loop has answered everybody: lets them read it.
     """
 
-    serve: Callable[[grpc.aio.Server, str], None]
+    serve: Callable[[grpc.aio.Server, CallServer, str], None]
     record: registry_pb2.WorkerRecord
     load: Callable[[], registry_pb2.WorkerLoad]
     refuse: Callable[[], None]
@@ -265,11 +267,17 @@ class WorkerHost:
         metrics_address = listen.address(port)
         server = create_server(credentials)
         address = listen.address(bind_port(server, listen, credentials, "--port"))
-        endpoint.serve(server, address)
+        calls = CallServer(credentials)
+        endpoint.serve(server, calls, address)
+        called = replace(listen, port=self._options.calls_port)
+        calls_address = listen.address(calls.start(called))
         await server.start()
-        self._exit.push_async_callback(self._stop_serving, server, endpoint)
+        self._exit.push_async_callback(self._stop_serving, server, calls, endpoint)
+        addresses = registry_pb2.WorkerRecord(
+            address=address, calls_address=calls_address, metrics_address=metrics_address
+        )
         logger.info("serving %s", fields(address=address, metrics_address=metrics_address))
-        record = self._record(endpoint, address, metrics_address)
+        record = self._record(endpoint, addresses)
         self._membership = membership = RegistryClient(
             self._options.router, credentials, record, endpoint.load
         )
@@ -298,28 +306,29 @@ class WorkerHost:
         return VllmNames(role=role, model=model, rank=rank)
 
     def _record(
-        self, endpoint: Endpoint, address: str, metrics_address: str
+        self, endpoint: Endpoint, addresses: registry_pb2.WorkerRecord
     ) -> registry_pb2.WorkerRecord:
         record = registry_pb2.WorkerRecord(
             identity=self.identity,
-            address=address,
             num_ranks=self._options.section.num_ranks,
             model=self._options.served_name,
             max_model_len=self._rank.max_model_len,
             transport=self._options.config.kv_transfer.transport,
             block_size=self._options.section.block_size,
-            metrics_address=metrics_address,
             pid=os.getpid(),
         )
+        record.MergeFrom(addresses)
         record.MergeFrom(endpoint.record)
         return record
 
-    async def _stop_serving(self, server: grpc.aio.Server, endpoint: Endpoint) -> None:
+    async def _stop_serving(
+        self, server: grpc.aio.Server, calls: CallServer, endpoint: Endpoint
+    ) -> None:
         """End the engine loop first: its last events answer the calls that are still open."""
         endpoint.refuse()
         await self._stop_loop()
         await endpoint.flush()
-        await server.stop(ANSWER_GRACE_S)
+        await asyncio.gather(server.stop(ANSWER_GRACE_S), calls.stop(ANSWER_GRACE_S))
 
     def _is_ready(self) -> bool:
         """Whether routers send requests here: one has us in its pool, and we are not draining."""

@@ -38,7 +38,7 @@ def running_router(
     Args:
         step_ms: of the decode rank.
         context: tokens that the model claims to hold; 0: those that it does.
-        tree: of the code that the router runs; None: this one, as the workers do.
+        tree: of the code that the router and the workers run; None: this one.
         pin: the router has the first core for itself, and all others, this process included, the
             rest.
         section: settings of the router.
@@ -48,8 +48,7 @@ def running_router(
     router = dataclasses.replace(built_in.router, **changes)  # type: ignore[arg-type]
     config = resolve_config(dataclasses.replace(built_in, router=router))
     control = f"{HOST}:{config.router.control_port}"
-    env = {**os.environ, SECRET_VARIABLE: "benchmark", "PYTHONPATH": str(ROOT)}
-    router_env = {**env, "PYTHONPATH": str(tree or ROOT)}
+    env = {**os.environ, SECRET_VARIABLE: "benchmark", "PYTHONPATH": str(tree or ROOT)}
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as folder, contextlib.ExitStack() as s:
         if context:
             config = _with_context(config, Path(folder) / config.model.name, context)
@@ -57,7 +56,7 @@ def running_router(
         path.write_text(dump_config(config), encoding="utf-8")
         log = s.enter_context((Path(folder) / "log").open("w+b"))
         command = [sys.executable, "-m", "router", "--config", str(path)]
-        router_process = s.enter_context(_process(log, router_env, command))
+        router_process = s.enter_context(_process(log, env, command))
         if pin:
             _pin(router_process)
         options = ["--control", control, "--model", config.model.name, "--step-ms", str(step_ms)]

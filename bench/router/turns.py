@@ -3,7 +3,7 @@
 On a machine with other work no two runs compare, but two routers at once do, which are asked in
 turns: each round has all of them, and of many rounds the least and the quartiles count.
 ``python -m bench.router.turns TREE ...``; prints one JSON object. Each tree's router has fake
-workers of its own; these and the client are of this tree.
+workers of its own, of the same tree; the client is of this one.
 """
 
 from __future__ import annotations

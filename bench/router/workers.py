@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.call_server import CarriedMethod, carry
+from runtime.call_server import CallServer, CarriedMethod
 from runtime.net import Credentials, Listen
 from runtime.pb import (
     common_pb2,
@@ -106,30 +106,32 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
         server = create_server(self._credentials)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
-        carry(
-            server,
+        calls = CallServer(self._credentials)
+        calls.carry(
             Reserve=CarriedMethod(decode_pb2.ReserveRequest.FromString, self.Reserve),
             Run=CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run),
         )
         address = f"{HOST}:{bind_port(server, Listen(bind=HOST), self._credentials)}"
         await server.start()
+        calls_address = f"{HOST}:{calls.start(Listen(bind=HOST))}"
         leases = [
             RegistryClient(self._control, self._credentials, record, self._load)
             for record in (
-                self._record("prefill-0", common_pb2.ROLE_PREFILL, address),
-                self._record("decode-0", common_pb2.ROLE_DECODE, address),
+                self._record("prefill-0", common_pb2.ROLE_PREFILL, address, calls_address),
+                self._record("decode-0", common_pb2.ROLE_DECODE, address, calls_address),
             )
         ]
         await asyncio.gather(*(lease.start() for lease in leases))
         await self._step_forever()
 
     def _record(
-        self, instance: str, role: common_pb2.Role, address: str
+        self, instance: str, role: common_pb2.Role, address: str, calls_address: str
     ) -> registry_pb2.WorkerRecord:
         return registry_pb2.WorkerRecord(
             identity=common_pb2.WorkerIdentity(instance=instance, epoch=self._epoch),
             role=role,
             address=address,
+            calls_address=calls_address,
             num_ranks=1,
             model=self._model,
             max_model_len=self._max_model_len,

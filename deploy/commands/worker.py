@@ -32,8 +32,9 @@ examples; the secret comes from the environment's TANDEM_SECRET, or from FILE:
         --rendezvous 10.0.0.3:9301 --routers 10.0.0.1:8100 --host 10.0.0.4
 
 Of local rank R, gRPC is on port P + R (--port-base P), /metrics, /health and /ready on P + 100 + R,
-KV on P + 200 + R. /health and /ready of all of them are on --health-port: 200 while every rank
-lives and is well, and while routers send requests to every rank.
+KV on P + 200 + R, routers' short calls on P + 310 + R. /health and /ready of all of them are on
+--health-port: 200 while every rank lives and is well, and while routers send requests to every
+rank.
 
 Ends with 0 when it was told to stop and all ranks left in order, with 1 when a rank has died (the
 others are ended, too), with 2 when a setting cannot work.

@@ -19,10 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.transports.hello import Hello, HelloReader, Status, send_reply
-from kv_transfer.transports.sockets import ByteSocket, open_listener, tune
+from kv_transfer.transports.sockets import ByteSocket, open_listener
 from kv_transfer.transports.tls import TlsSocket
 from runtime.budget import Budget, BudgetKind
 from runtime.logging import get_logger
+from runtime.sockets import tune
 
 MAX_STRANGERS = 64
 HELLO_TIMEOUT_S = 5.0

@@ -1,6 +1,4 @@
-"""Sockets as our own transports want them: large buffers, no delay, and a dead machine noticed
-in seconds.
-"""
+"""Sockets as our own transports want them: those of `runtime.sockets` with large buffers."""
 
 from __future__ import annotations
 
@@ -10,12 +8,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kv_transfer.transports.tls import TlsSocket
-from runtime.errors import ConfigError, PeerLostError
+from runtime import sockets
+from runtime.errors import PeerLostError
 
 _BUFFER_BYTES = 4 << 20
 _CONNECT_TIMEOUT_S = 5.0
-_SILENT_PEER_MS = 10_000  # data that nobody takes for so long ends the connection
-_BACKLOG = 128
 
 
 class ByteSocket(Protocol):
@@ -46,39 +43,13 @@ class ByteSocket(Protocol):
         ...
 
 
-def tune(sock: socket.socket) -> None:
-    """Options of a connected socket."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENT_PEER_MS)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
 def open_listener(host: str, port: int = 0) -> socket.socket:
     """A listening socket on ``host``; port 0: one of the kernel's choice.
 
     Raises:
         ConfigError: something else listens at ``port``.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    # Before listen, so that accepted sockets inherit it and scale their window to it.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-    if port:
-        # Connections of a former life in TIME_WAIT do not make a port taken.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        if not port:
-            raise
-        problem = f"cannot listen on {host} ({error.strerror})"
-        raise ConfigError("--data-port", port, problem, "a free port") from error
-    listener.listen(_BACKLOG)
-    return listener
+    return sockets.open_listener(host, port, field="--data-port", receive_bytes=_BUFFER_BYTES)
 
 
 def open_connection(host: str, port: int, tls: ssl.SSLContext | None = None) -> ByteSocket:
@@ -94,7 +65,7 @@ def open_connection(host: str, port: int, tls: ssl.SSLContext | None = None) -> 
         sock.settimeout(_CONNECT_TIMEOUT_S)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         sock.connect((host, port))
-        tune(sock)
+        sockets.tune(sock)
         if tls is not None:
             secure = tls.wrap_socket(sock, server_hostname=host)  # all of it in the timeout
     except OSError as error:

@@ -120,6 +120,8 @@ class Member:
     block_size: int = 0
     draining: bool = False
     metrics_address: str = ""
+    calls_address: str = ""
+    """Of the socket that carries short calls; empty: the worker has none."""
     pid: int = 0
     num_parts: int = 1
     """Ranks behind this endpoint: a prefill endpoint writes KV in so many parts."""
@@ -221,6 +223,7 @@ def member_from_proto(
         block_size=record.block_size,
         draining=record.draining,
         metrics_address=record.metrics_address,
+        calls_address=record.calls_address,
         pid=record.pid,
         num_parts=max(1, record.num_parts),
         started_ms=record.started_ms,
@@ -248,6 +251,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             block_size=member.block_size,
             draining=member.draining,
             metrics_address=member.metrics_address,
+            calls_address=member.calls_address,
             pid=member.pid,
             num_parts=member.num_parts,
             started_ms=member.started_ms,

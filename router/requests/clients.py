@@ -63,12 +63,14 @@ class PrefillStub:
 class _Line:
     """A channel, its stubs, and the number of calls on it."""
 
-    def __init__(self, channel: grpc.aio.Channel, on_idle: Callable[[], None]) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, calls: CallStream, on_idle: Callable[[], None]
+    ) -> None:
         """``on_idle`` is called when the last of the calls has ended."""
         self._channel = channel
         self.num_calls = 0
         self._on_idle = on_idle
-        self._calls = CallStream(channel)  # not counted itself: its calls are
+        self._calls = calls
         decode = decode_pb2_grpc.DecodeStub(channel)
         reserve = Method("Reserve", decode_pb2.ReserveResponse.FromString, decode.Reserve)
         self.decode = DecodeStub(
@@ -149,7 +151,8 @@ class WorkerClients:
         line = self._lines.get(key)
         if line is None:
             channel = open_channel(member.address, self._credentials)
-            line = self._lines[key] = _Line(channel, lambda: self._close_if_idle(key))
+            calls = CallStream(member.calls_address, self._credentials)
+            line = self._lines[key] = _Line(channel, calls, lambda: self._close_if_idle(key))
         return line
 
     def _close_if_idle(self, key: WorkerKey) -> None:

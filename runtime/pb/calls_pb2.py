@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16runtime/pb/calls.proto\x12\ttandem.v1\"2\n\tCallBatch\x12%\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x16.tandem.v1.CarriedCall\"g\n\x0b\x43\x61rriedCall\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x12\n\ntracestate\x18\x05 \x01(\t\"8\n\x0b\x41nswerBatch\x12)\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x18.tandem.v1.CarriedAnswer\"W\n\rCarriedAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08response\x18\x02 \x01(\x0c\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x04 \x01(\t2B\n\x05\x43\x61lls\x12\x39\n\x05\x43\x61rry\x12\x14.tandem.v1.CallBatch\x1a\x16.tandem.v1.AnswerBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16runtime/pb/calls.proto\x12\ttandem.v1\"2\n\tCallBatch\x12%\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x16.tandem.v1.CarriedCall\"g\n\x0b\x43\x61rriedCall\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\x12\x12\n\ntracestate\x18\x05 \x01(\t\"8\n\x0b\x41nswerBatch\x12)\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\x18.tandem.v1.CarriedAnswer\"W\n\rCarriedAnswer\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x10\n\x08response\x18\x02 \x01(\x0c\x12\x13\n\x0bstatus_code\x18\x03 \x01(\r\x12\x0f\n\x07\x64\x65tails\x18\x04 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,6 +39,4 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ANSWERBATCH']._serialized_end=250
   _globals['_CARRIEDANSWER']._serialized_start=252
   _globals['_CARRIEDANSWER']._serialized_end=339
-  _globals['_CALLS']._serialized_start=341
-  _globals['_CALLS']._serialized_end=407
 # @@protoc_insertion_point(module_scope)

@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from runtime.pb import calls_pb2 as runtime_dot_pb_dot_calls__pb2
 
 GRPC_GENERATED_VERSION = '1.75.1'
 GRPC_VERSION = grpc.__version__
@@ -23,77 +22,3 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
-
-
-class CallsStub(object):
-    """Missing associated documentation comment in .proto file."""
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Carry = channel.stream_stream(
-                '/tandem.v1.Calls/Carry',
-                request_serializer=runtime_dot_pb_dot_calls__pb2.CallBatch.SerializeToString,
-                response_deserializer=runtime_dot_pb_dot_calls__pb2.AnswerBatch.FromString,
-                _registered_method=True)
-
-
-class CallsServicer(object):
-    """Missing associated documentation comment in .proto file."""
-
-    def Carry(self, request_iterator, context):
-        """Each call is answered as its own method would answer it, in any order. The end of the stream cancels
-        all that are under way.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_CallsServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Carry': grpc.stream_stream_rpc_method_handler(
-                    servicer.Carry,
-                    request_deserializer=runtime_dot_pb_dot_calls__pb2.CallBatch.FromString,
-                    response_serializer=runtime_dot_pb_dot_calls__pb2.AnswerBatch.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'tandem.v1.Calls', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('tandem.v1.Calls', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Calls(object):
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Carry(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/tandem.v1.Calls/Carry',
-            runtime_dot_pb_dot_calls__pb2.CallBatch.SerializeToString,
-            runtime_dot_pb_dot_calls__pb2.AnswerBatch.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)

@@ -46,9 +46,9 @@ def option(plan: RankPlan, name: str) -> str:
 
 def test_each_rank_has_ports_of_its_own() -> None:
     first, second = planned(PLACE)
-    ports = ("--port", "--metrics-port", "--data-port")
-    assert [option(first, name) for name in ports] == ["9000", "9100", "9200"]
-    assert [option(second, name) for name in ports] == ["9001", "9101", "9201"]
+    ports = ("--port", "--metrics-port", "--data-port", "--calls-port")
+    assert [option(first, name) for name in ports] == ["9000", "9100", "9200", "9310"]
+    assert [option(second, name) for name in ports] == ["9001", "9101", "9201", "9311"]
     assert second.metrics_address == "127.0.0.1:9101"
     assert option(first, "--rendezvous") == option(second, "--rendezvous") == "127.0.0.1:9301"
 
@@ -62,7 +62,7 @@ def test_a_rank_reads_its_command_line(tmp_path: Path, monkeypatch: pytest.Monke
     assert (options.instance, options.rank, options.grace_s) == ("decode-7", 1, 48.0)
     assert options.router == "dns+routers:8100"
     assert options.listen.address(options.listen.port) == "127.0.0.1:9001"
-    assert (options.metrics_port, options.data_port) == (9101, 9201)
+    assert (options.metrics_port, options.data_port, options.calls_port) == (9101, 9201, 9311)
 
 
 def test_no_secret_is_on_a_command_line() -> None:
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_named(changes: dict[str, object], path: str) -> None:
     assert caught.value.path == path
 
 
-@pytest.mark.parametrize("base", [0, -5, 65535])
+@pytest.mark.parametrize("base", [0, -5, 65137])
 def test_ports_that_are_none_are_refused(base: int) -> None:
     with pytest.raises(ConfigError, match="--port-base"):
         HostPorts(base=base)

@@ -79,6 +79,7 @@ def test_certificates_close_what_asks_for_them() -> None:
     found = ports(with_loopback(cluster=OUTSIDE, tls=tls))
     assert not any(port.is_open for port in found.values())
     assert found["workers (gRPC)"].protection == "the secret and a certificate; TLS"
+    assert found["workers (short calls)"].protection == "the secret and a certificate; TLS"
     assert found["KV (TCP)"].protection == "a token and a certificate; TLS"
     alone = ports(with_loopback(cluster=OUTSIDE, tls=TlsSection(mode="auto", mutual=False)))
     assert alone["workers (gRPC)"].protection == "the secret; TLS"

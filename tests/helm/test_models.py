@@ -280,6 +280,7 @@ def test_those_who_join_and_the_routers_reach_each_other_and_the_models_do_not()
         assert not allows(workers, ours[f"demo-tandem-{role}"], 9000)
     from_router = ours["demo-tandem-router"]
     assert allows(workers, from_router, 9000)
+    assert allows(workers, from_router, 9310)
     assert not allows(workers, from_router, 9200)
     assert not allows(workers, {**from_router, "app.kubernetes.io/instance": "third"}, 9000)
     assert reaches(router, theirs["llama-tandem-decode"])

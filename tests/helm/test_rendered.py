@@ -352,6 +352,7 @@ def test_strangers_reach_http_and_nothing_else(name: str) -> None:
     assert allows(router, stranger, 8000)
     assert not allows(router, stranger, 8100)
     assert allows(workers, own["demo-tandem-router"], 9000)
+    assert allows(workers, own["demo-tandem-router"], 9310)
     assert not allows(workers, own["demo-tandem-router"], 9200)
     for port in (9000, 9100, 9200, 9301, 45678):
         assert not allows(workers, stranger, port)

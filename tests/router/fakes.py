@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
-from runtime.call_server import CarriedMethod, carry
+from runtime.call_server import CallServer, CarriedMethod
 from runtime.errors import (
     InvalidRequestError,
     OutOfBlocksError,
@@ -90,6 +91,8 @@ class FakeWorker:
     traces: list[tuple[str, str]] = field(default_factory=list)
     """Calls, and the id of the trace that each came with."""
     server: grpc.aio.Server | None = None
+    calls: CallServer | None = None
+    calls_address: str = ""
     registration: RegistryClient | None = None
 
     @property
@@ -108,6 +111,7 @@ class FakeWorker:
             identity=self.identity,
             role=role,
             address=self.address,
+            calls_address=self.calls_address,
             num_ranks=1,
             model=self.model,
             max_model_len=MAX_MODEL_LEN,
@@ -118,6 +122,14 @@ class FakeWorker:
         )
         self.registration = RegistryClient(control, CREDENTIALS, record, self.load)
         await self.registration.start()
+
+    def carry(
+        self, name: str, request: type[Message], handler: Callable[..., Awaitable[Message]]
+    ) -> int:
+        """Serve a method as a short call, at a port of its own, which is returned."""
+        self.calls = CallServer(CREDENTIALS)
+        self.calls.carry(**{name: CarriedMethod(request.FromString, handler)})
+        return self.calls.start(Listen(bind=self.host))
 
     def load(self) -> registry_pb2.WorkerLoad:
         if self.report is not None:
@@ -150,6 +162,9 @@ class FakeWorker:
         if self.server is not None:
             server, self.server = self.server, None
             await server.stop(None)
+        if self.calls is not None:
+            calls, self.calls = self.calls, None
+            await calls.stop(0.0)
 
 
 class Tokens:
@@ -262,13 +277,13 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         listen = Listen(bind=self.host, port=port)
         self.server = create_server(CREDENTIALS)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
-        reserve = CarriedMethod(decode_pb2.ReserveRequest.FromString, self.Reserve)
-        carry(self.server, Reserve=reserve)
         port = bind_port(self.server, listen, CREDENTIALS)
         await self.server.start()
+        calls_port = self.carry("Reserve", decode_pb2.ReserveRequest, self.Reserve)
         if self.proxy is not None:
-            port = await self.proxy.start(port)
+            port, calls_port = await self.proxy.start(port), await self.proxy.start(calls_port)
         self.address = f"{self.host}:{port}"
+        self.calls_address = f"{self.host}:{calls_port}"
         await self.join(control, common_pb2.ROLE_DECODE)
 
     async def Reserve(
@@ -483,9 +498,10 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         listen = Listen(bind=self.host, port=port)
         self.server = create_server(CREDENTIALS)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)
-        carry(self.server, Run=CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run))
         self.address = listen.address(bind_port(self.server, listen, CREDENTIALS))
         await self.server.start()
+        calls_port = self.carry("Run", prefill_pb2.RunRequest, self.Run)
+        self.calls_address = listen.address(calls_port)
         await self.join(control, common_pb2.ROLE_PREFILL)
 
     async def Run(

@@ -1,10 +1,10 @@
-"""Calls that share a stream are what unary calls are: over real sockets."""
+"""Calls that share a connection are what unary calls are: over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 import grpc.aio
@@ -12,9 +12,9 @@ import pytest
 
 from runtime.call_server import CallServer, CarriedContext, CarriedMethod
 from runtime.call_stream import MAX_CARRIED_BYTES, CallStream, Method
-from runtime.net import Listen
-from runtime.pb import calls_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from runtime.rpc import bind_port, create_server, open_channel
+from runtime.net import Credentials, Listen
+from runtime.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.rpc import WORKER_LIMITS, bind_port, create_server, open_channel
 from runtime.trace import TraceContext, trace_id, use_trace
 from tests.router.fakes import CREDENTIALS
 from tests.tcp_proxy import Proxy
@@ -34,22 +34,32 @@ class Peer(prefill_pb2_grpc.PrefillServicer):
     traces: dict[str, str] = field(default_factory=dict)
     server: grpc.aio.Server | None = None
     port: int = 0
+    calls: CallServer | None = None
+    calls_port: int = 0
 
-    async def start(self, *, carries: bool = True, max_calls: int = 1000) -> None:
-        self.server = create_server(CREDENTIALS)
+    async def start(
+        self,
+        *,
+        carries: bool = True,
+        max_calls: int = 1000,
+        credentials: Credentials = CREDENTIALS,
+    ) -> None:
+        self.server = create_server(credentials)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)
         if carries:
-            method = CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run)
-            calls_pb2_grpc.add_CallsServicer_to_server(
-                CallServer({"Run": method}, max_calls=max_calls), self.server
-            )
+            limits = replace(WORKER_LIMITS, max_concurrent_rpcs=max_calls)
+            self.calls = CallServer(credentials, limits)
+            self.calls.carry(Run=CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run))
+            self.calls_port = self.calls.start(Listen(bind="127.0.0.1", port=self.calls_port))
         listen = Listen(bind="127.0.0.1", port=self.port)
-        self.port = bind_port(self.server, listen, CREDENTIALS)
+        self.port = bind_port(self.server, listen, credentials)
         await self.server.start()
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float = 0.0) -> None:
         assert self.server is not None
         await self.server.stop(None)
+        if self.calls is not None:
+            await self.calls.stop(grace_s)
 
     async def Run(self, request: prefill_pb2.RunRequest, context: object):
         name = request.request_id
@@ -69,6 +79,9 @@ class Peer(prefill_pb2_grpc.PrefillServicer):
         first = prefill_pb2.FirstToken(
             token_id=len(request.cache_salt), index=request.num_output_tokens
         )
+        if name == "echo":
+            echo = common_pb2.Error(message=request.cache_salt)
+            return prefill_pb2.RunResponse(error=echo)
         return prefill_pb2.RunResponse(first_token=first)
 
 
@@ -82,11 +95,13 @@ class Line:
     method: Method[prefill_pb2.RunResponse]
 
     @classmethod
-    def to(cls, peer: Peer, port: int = 0) -> Line:
-        channel = open_channel(f"127.0.0.1:{port or peer.port}", CREDENTIALS)
+    def to(cls, peer: Peer, calls_port: int = 0, *, credentials: Credentials = CREDENTIALS) -> Line:
+        channel = open_channel(f"127.0.0.1:{peer.port}", credentials)
         alone = prefill_pb2_grpc.PrefillStub(channel).Run
         method = Method("Run", prefill_pb2.RunResponse.FromString, alone)
-        return cls(peer, channel, CallStream(channel), method)
+        port = calls_port or peer.calls_port
+        stream = CallStream(f"127.0.0.1:{port}" if port else "", credentials)
+        return cls(peer, channel, stream, method)
 
     def run(self, name: str, index: int = 0, *, size: int = 0, timeout: float | None = None):
         request = prefill_pb2.RunRequest(
@@ -278,7 +293,7 @@ async def test_a_connection_that_breaks_fails_what_is_under_way_and_the_next_cal
     peer = Peer()
     await peer.start()
     proxy = Proxy()
-    line = Line.to(peer, await proxy.start(peer.port))
+    line = Line.to(peer, await proxy.start(peer.calls_port))
     calls = [line.run("waits-a"), line.run("waits-b")]
     await until(lambda: len(peer.carried) == 2)
     await proxy.cut()
@@ -302,4 +317,62 @@ async def test_a_peer_that_ends_fails_its_calls(line: Line) -> None:
     call = line.run("waits")
     await until(lambda: line.peer.carried == ["waits"])
     await line.peer.stop()
-    assert await code_of(call) in (Code.UNAVAILABLE, Code.CANCELLED)
+    assert await code_of(call) is Code.UNAVAILABLE
+    await until(lambda: line.peer.cancelled == ["waits"])
+
+
+async def test_a_peer_that_ends_answers_what_ends_in_time_and_takes_nothing_new(line: Line) -> None:
+    waits = line.run("waits")
+    await until(lambda: line.peer.carried == ["waits"])
+    assert line.peer.calls is not None
+    [caller] = line.peer.calls._callers
+    stopping = asyncio.create_task(line.peer.calls.stop(60.0))
+    await until(lambda: caller._is_stopping)
+    assert await code_of(line.run("late")) is Code.UNAVAILABLE
+    line.peer.go_on.set()
+    await waits
+    await stopping
+    assert line.peer.carried == ["waits"]
+
+
+async def test_where_its_port_cannot_be_reached_each_call_goes_by_itself() -> None:
+    peer = Peer()
+    await peer.start()
+    assert peer.calls is not None
+    await peer.calls.stop(0.0)
+    line = Line.to(peer)
+    calls = [line.run(f"r{number}", number) for number in range(3)]
+    assert [(await call).first_token.index for call in calls] == [0, 1, 2]
+    await line.run("later")
+    assert sorted(peer.alone) == ["later", "r0", "r1", "r2"]
+    await line.close()
+    await peer.stop()
+
+
+async def test_a_caller_without_the_secret_is_told_so() -> None:
+    peer = Peer()
+    await peer.start()
+    line = Line.to(peer, credentials=Credentials.of_secret("another"))
+    for _ in range(2):
+        assert await code_of(line.run("early")) is Code.UNAUTHENTICATED
+    assert peer.carried == peer.alone == []
+    await line.close()
+    await peer.stop()
+
+
+async def test_answers_that_nobody_takes_hold_up_further_calls(line: Line) -> None:
+    await line.run("works")
+    connection = line.stream._connection
+    assert connection is not None
+    connection.pause_reading()
+    size = MAX_CARRIED_BYTES - 100
+    calls = [line.run("echo", size=size) for number in range(400)]  # 26 MB
+    await until(lambda: line.stream._unsent != {} and not connection.is_writable)
+    assert line.peer.calls is not None
+    [caller] = line.peer.calls._callers
+    await until(lambda: bool(caller._answers))
+    assert not any(call.done() for call in calls)
+    assert len(line.peer.carried) < 400
+    connection.resume_reading()
+    answers = await asyncio.gather(*calls)
+    assert [len(answer.error.message) for answer in answers] == [size] * 400

@@ -39,9 +39,11 @@ def test_a_rank_takes_any_free_ports_unless_it_is_told(
     monkeypatch.setenv(SECRET_VARIABLE, "s")
     options = parse_worker_options("decode", arguments(tmp_path))
     assert (options.listen.port, options.metrics_port, options.data_port) == (0, 0, 0)
-    ports = {"port": "9000", "metrics-port": "9100", "data-port": "9200"}
+    assert options.calls_port == 0
+    ports = {"port": "9000", "metrics-port": "9100", "data-port": "9200", "calls-port": "9310"}
     options = parse_worker_options("decode", arguments(tmp_path, **ports))
     assert (options.listen.port, options.metrics_port, options.data_port) == (9000, 9100, 9200)
+    assert options.calls_port == 9310
 
 
 def test_a_rank_on_all_interfaces_must_be_told_its_address(

@@ -72,7 +72,7 @@ class FakeDriver:
             await self.may_drain.wait()
 
         endpoint = Endpoint(
-            serve=lambda server, address: self.log.append("serve"),
+            serve=lambda server, calls, address: self.log.append("serve"),
             record=registry_pb2.WorkerRecord(num_parts=3),
             load=lambda: self.load(),
             refuse=lambda: self.log.append("refuse"),

@@ -43,12 +43,20 @@ async def test_a_rank_is_ready_until_it_drains() -> None:
 
 
 async def test_a_rank_listens_where_it_is_told() -> None:
-    port, metrics_port = free_port(HOST), free_port(HOST)
-    options = {"listen": Listen(bind=HOST, port=port), "metrics_port": metrics_port}
+    port, metrics_port, calls_port = (free_port(HOST) for _ in range(3))
+    options = {
+        "listen": Listen(bind=HOST, port=port),
+        "metrics_port": metrics_port,
+        "calls_port": calls_port,
+    }
     async with hosted(FakeDriver(), **options) as (_, registry):
         (record,) = registry.records
         assert record.address == f"{HOST}:{port}"
         assert record.metrics_address == f"{HOST}:{metrics_port}"
+        assert record.calls_address == f"{HOST}:{calls_port}"
+        with pytest.raises(ConfigError, match=f"--calls-port = {calls_port}"):
+            async with hosted(FakeDriver(), calls_port=calls_port):
+                pass
         with pytest.raises(ConfigError, match=f"--metrics-port = {metrics_port}"):
             async with hosted(FakeDriver(), metrics_port=metrics_port):
                 pass

@@ -134,7 +134,8 @@ $(POD_IP)
 
 {{/*
 The ports of `tandem worker`: each rank has one for gRPC from the base on, one for metrics a hundred
-higher, one for KV two hundred higher; the ranks of several hosts meet beyond those.
+higher, one for KV two hundred higher, one for routers' short calls three hundred and ten higher; the ranks
+of several hosts meet between those.
 */}}
 {{- define "tandem.workerPorts" -}}
 {{- $base := .values.ports.base | int -}}
@@ -145,6 +146,8 @@ higher, one for KV two hundred higher; the ranks of several hosts meet beyond th
   containerPort: {{ add $base $rank }}
 - name: metrics-{{ $rank }}
   containerPort: {{ add $base 100 $rank }}
+- name: calls-{{ $rank }}
+  containerPort: {{ add $base 310 $rank }}
 {{- end }}
 {{- range $rank := until (include "tandem.ranksPerHost" . | int) }}
 - name: kv-{{ $rank }}

@@ -61,6 +61,10 @@ class _Kept(NamedTuple):
     num_output_tokens: int
     workers: tuple[WorkerKey, WorkerKey]
 
+    @property
+    def ttft_s(self) -> float:
+        return max(0.0, self.timings.first_token - self.timings.received)
+
 
 def _finished_from(kept: _Kept) -> Finished | None:
     """None of one that had not ended by itself."""
@@ -103,6 +107,13 @@ class FinishedRequests:
             )
             self._fresh.append(kept)
 
+    def ttfts_since(self, at: float) -> list[float]:
+        """Times to the first token of those that ended after wall clock ``at``; nothing else is
+        worked out for them.
+        """
+        seen = [item.ttft_s for item in self._items if item.at > at]
+        return seen + [kept.ttft_s for kept in self._fresh if kept.at > at]
+
     def since(self, at: float) -> list[Finished]:
         """Those that ended after wall clock ``at``, oldest first."""
         while self._fresh:
@@ -131,7 +142,7 @@ def slowest(finished: Sequence[Finished]) -> list[Finished]:
     return sorted(finished, key=lambda item: -item.ttft_s)[:MAX_SLOWEST]
 
 
-def median_ttft_s(finished: Sequence[Finished]) -> float:
+def median_of(ttfts_s: Sequence[float]) -> float:
     """0 without requests."""
-    ordered = sorted(item.ttft_s for item in finished)
+    ordered = sorted(ttfts_s)
     return ordered[len(ordered) // 2] if ordered else 0.0

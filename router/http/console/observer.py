@@ -11,7 +11,7 @@ from pathlib import Path
 
 from router.http.app import missing_parts, worker_state
 from router.http.connections import Connections
-from router.http.console.finished import WINDOW_S, median_ttft_s
+from router.http.console.finished import WINDOW_S, median_of
 from router.http.console.history import NUM_POINTS, STEP_S, History, HistoryView, number_at
 from router.http.console.part import Event, LiveRequest, Part, PartFolder, Point
 from router.http.console.rates import RateMeter
@@ -128,15 +128,15 @@ class Observer:
     def _point(self, number: int, wall: float) -> Point:
         serving = self._serving
         answers, errors = sum(serving.metrics.answers().values()), serving.metrics.errors()
-        finished = serving.finished.since(wall - STEP_S)
+        ttfts_s = serving.finished.ttfts_since(wall - STEP_S)
         point = Point(
             number=number,
             num_in_flight=serving.backends.num_in_flight,
             num_waiting=serving.backends.num_waiting,
             num_answers=answers - self._num_answers,
             num_errors=sum(errors.values()) - sum(self._errors[-1].values()),
-            num_finished=len(finished),
-            median_ttft_s=median_ttft_s(finished),
+            num_finished=len(ttfts_s),
+            median_ttft_s=median_of(ttfts_s),
         )
         self._num_answers = answers
         self._errors.append(errors)
