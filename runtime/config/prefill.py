@@ -72,11 +72,11 @@ class PrefillSection:
     """Most tokens of a step whose experts take rows in the masked layout, as in decode; 0: none.
     "auto": where measurements say that it pays, see ``engine.boot.open_execution``."""
     overlap_shared_expert: bool = True
-    """Run the shared expert while tokens travel to the routed ones; in steps that are captured on
-    a stream of its own, beside routing too."""
+    """Run the shared expert while tokens travel to the routed ones; in steps of at most 256 tokens
+    on a stream of its own, beside routing too."""
     dependent_launches: str = "auto"
-    """In steps that are captured, bring a kernel onto the GPU while the one before it runs: "on",
-    "off", or "auto" (where it was shown to change no bit: see ``engine.boot.open_execution``)."""
+    """In captured steps of suffixes, bring a kernel onto the GPU while the one before it runs:
+    "on", "off", or "auto" (on: see ``engine.boot.open_execution``)."""
     step_timeout_s: float = 30.0
     """A step of up to 4096 tokens that takes longer ends the worker, larger ones have as much more;
     0: no limit."""

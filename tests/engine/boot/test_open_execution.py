@@ -120,22 +120,14 @@ def test_kernels_are_launched_dependently_on_gpus_unless_told_otherwise() -> Non
     assert not open_with(ChunkSteps(scatter_tokens=True)).execution.dependent_launches
 
 
-@pytest.mark.parametrize("is_shown", [True, False])
-def test_short_steps_of_prefill_are_launched_dependently_where_that_was_shown(
-    is_shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def launches(wanted: Switch, device: torch.device = GPU, tp: int = 1) -> bool:
-        steps = ChunkSteps(dependent_launches=wanted)
-        return launches_short_steps_dependently(steps, device, ParallelDims(tp=tp, ep=tp))
+def test_suffixes_are_launched_dependently_on_gpus_unless_told_otherwise() -> None:
+    def launches(wanted: Switch, device: torch.device = GPU) -> bool:
+        return launches_short_steps_dependently(ChunkSteps(dependent_launches=wanted), device)
 
-    monkeypatch.setattr(module, "AUTO_DEPENDENT_IN_GROUPS", is_shown)
-    assert launches(Switch.AUTO, tp=8) is is_shown
-    monkeypatch.setattr(module, "AUTO_DEPENDENT_SHORT_STEPS", is_shown)
-    assert launches(Switch.AUTO) is is_shown
+    assert launches(Switch.AUTO)
     assert not launches(Switch.AUTO, CPU)
-    for tp in (1, 8):
-        assert launches(Switch.ON, tp=tp)
-        assert not launches(Switch.OFF, tp=tp)
+    assert launches(Switch.ON)
+    assert not launches(Switch.OFF)
 
 
 def test_the_shared_expert_of_short_steps_has_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
