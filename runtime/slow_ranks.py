@@ -256,17 +256,21 @@ class _Search:
         return self._judge.links(f"link_{phase.name}", left, self._own[phase].base or self._step_s)
 
     def _carried(self, phase: Phase) -> Excess:
-        """Return [R, R] what comes longer behind the first of it than usual, and more rows explain.
+        """Return [R, R] what comes longer behind the first of it than from any other source, and
+        more rows do not explain.
 
-        All links of a source may be slow alike, of which waits for it say nothing.
+        All links of a source may be slow alike, of which waits for it say nothing. Whoever comes
+        late sees nothing of what came before, so of most sources less is seen than of the last:
+        only the longest that is seen of another source is usual.
         """
-        window = self._window
+        window, num_ranks = self._window, self._window.num_ranks
         carried = window.waits_s[:, phase] - window.first_waits_s[:, phase]
-        carried = np.where(np.eye(window.num_ranks, dtype=bool), np.nan, carried)
-        usual = lower_median_of(carried.reshape(len(carried), -1), 1)[:, None, None]
+        longest = carried.max(axis=1)  # [B, source]; nobody waits for itself
+        others = np.where(np.eye(num_ranks, dtype=bool), 0.0, longest[:, None, :]).max(axis=2)
         more = 1.0 + np.maximum(0.0, self._rows)[:, None] + np.maximum(0.0, self._load)[None, :]
+        left = np.where(np.eye(num_ranks, dtype=bool), np.nan, carried - others[:, None, :] * more)
         return self._judge.links(
-            f"carried_{phase.name}", carried - usual * more, self._own[phase].base or self._step_s
+            f"carried_{phase.name}", left, self._own[phase].base or self._step_s
         )
 
     def _link(self, excess: Excess, receiver: int, source: int) -> Finding:

@@ -15,13 +15,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Final
 
-import psutil
 import torch
 from torch import Tensor
 
 from engine.experts.staging import ExpertTensors, content_bytes
 from engine.parallel.groups import RankGroup
 from runtime.errors import ConfigError, InternalError
+from runtime.host_memory import free_bytes
 
 GIB: Final = 2**30
 
@@ -117,7 +117,7 @@ def open_host_experts(
 def _free_bytes_a_rank(group: RankGroup, device: torch.device) -> int:
     """Return what each rank may take, so that all of them find it on the fullest host."""
     name = zlib.crc32(platform.node().encode())
-    own = torch.tensor([[name, psutil.virtual_memory().available]], dtype=torch.int64)
+    own = torch.tensor([[name, free_bytes()]], dtype=torch.int64)
     told = group.all_gather(own.to(device)).tolist()
     names = [each for each, _ in told]
     return int(min(free // names.count(each) for each, free in told))

@@ -16,7 +16,7 @@ from runtime.rank_picture import RankPicture, block_from_proto, picture_of
 from runtime.rank_waits import BLOCKS_OF_WINDOW, RankBlock, window_of
 
 LOOK_S = 2.0
-"""An instance is looked at so often at most: with 72 ranks that takes some 80 ms."""
+"""An instance is looked at so often at most: with 72 ranks that takes some 100 ms."""
 KEPT_BLOCKS = 4 * BLOCKS_OF_WINDOW
 """Of a rank: ranks renew at different times, and a window needs the blocks that all have told."""
 

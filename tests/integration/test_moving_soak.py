@@ -29,10 +29,10 @@ NUM_PROMPTS = 24
 NUM_TOKENS = 48
 CONCURRENCY = 12
 STREAMS_A_TURN = 36
-COUNTED = ("plans", "rounds", "moves", "retreats")
+COUNTED = ("plans", "rounds", "moves", "host_moves", "retreats")
 
 
-def moving_config(num_ranks: int) -> ClusterConfig:
+def moving_config(num_ranks: int, host_gib: float) -> ClusterConfig:
     return replace(
         churn_config(),
         decode=DecodeSection(
@@ -44,6 +44,7 @@ def moving_config(num_ranks: int) -> ClusterConfig:
             rebalance_interval_steps=20,
             rebalance_objective="rows",
             rebalance_min_gain=0.0,
+            rebalance_host_gib=host_gib,
         ),
     )
 
@@ -84,9 +85,15 @@ def counted(cluster: LinkedCluster) -> Counter[str]:
 
 
 def run_moving_soak(
-    folder: Path, oracle: DeepseekV3ForCausalLM, *, num_ranks: int, seconds: float, kill_s: float
+    folder: Path,
+    oracle: DeepseekV3ForCausalLM,
+    *,
+    num_ranks: int,
+    seconds: float,
+    kill_s: float,
+    host_gib: float = 0.0,
 ) -> None:
-    cluster = LinkedCluster(moving_config(num_ranks), folder)
+    cluster = LinkedCluster(moving_config(num_ranks, host_gib), folder)
     with cluster:
         [load] = make_loads(
             [cluster.base_url], oracle, num_prompts=NUM_PROMPTS, num_tokens=NUM_TOKENS
@@ -105,6 +112,7 @@ def run_moving_soak(
         since_start = counted(cluster)
         figures = {
             "ranks": num_ranks,
+            "host_gib": host_gib,
             "seconds": seconds,
             "streams": sum(len(kind.seconds) for kind in kinds),
             "lost": sum(len(kind.lost) for kind in kinds),
@@ -119,6 +127,7 @@ def run_moving_soak(
         assert churn.counts["decode killed"] >= 1
         assert undisturbed["moves"] > 0
         assert since_start["moves"] > 0
+        assert bool(undisturbed["host_moves"]) == bool(host_gib)
     assert cluster.marked_processes() == []
 
 
@@ -133,12 +142,20 @@ def test_no_stream_is_lost_while_experts_move_and_workers_die(
 
 @pytest.mark.soak
 @pytest.mark.timeout(SECONDS + 900)
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "host_gib"), [(2, 0.0), (4, 0.0), (2, 0.5)])
 def test_minutes_of_moving_experts_and_dying_workers(
     tmp_path: Path,
     oracle: DeepseekV3ForCausalLM,
     capsys: pytest.CaptureFixture[str],
     num_ranks: int,
+    host_gib: float,
 ) -> None:
     with capsys.disabled():
-        run_moving_soak(tmp_path, oracle, num_ranks=num_ranks, seconds=SECONDS, kill_s=20.0)
+        run_moving_soak(
+            tmp_path,
+            oracle,
+            num_ranks=num_ranks,
+            seconds=SECONDS,
+            kill_s=20.0,
+            host_gib=host_gib,
+        )

@@ -314,3 +314,18 @@ def test_tokens_are_scattered_over_ranks_with_whole_experts() -> None:
 def test_a_decode_rank_takes_on_four_times_what_it_runs_unless_it_is_told() -> None:
     assert DecodeSection(max_num_seqs=7).num_places == 28
     assert DecodeSection(max_num_seqs=7, max_num_reserved=5).num_places == 5
+
+
+@pytest.mark.parametrize("section", [PrefillSection, DecodeSection])
+def test_copies_of_experts_are_held_only_where_experts_move(
+    section: type[PrefillSection] | type[DecodeSection],
+) -> None:
+    assert section().rebalance_host_gib == 0.0
+    assert section(rebalance_experts="on", rebalance_host_gib=8.0).rebalance_host_gib == 8.0
+    for changes in (
+        {"rebalance_host_gib": 8.0},
+        {"rebalance_experts": "on", "rebalance_host_gib": -1.0},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            section(**changes)  # type: ignore[arg-type]
+        assert caught.value.path.endswith(".rebalance_host_gib")

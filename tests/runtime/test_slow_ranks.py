@@ -256,3 +256,14 @@ def test_a_rank_with_more_rows_that_sends_later_than_they_explain_is_a_slow_send
     (window,) = play(1, 4, Fault(ranks=(3,), rows=1.4, attention=1.5), seed=5)
     kinds = {finding.kind for finding in find_slow(window)}
     assert kinds == {SlowKind.RECEIVER, SlowKind.SENDER}
+
+
+def test_whoever_comes_last_is_seen_to_send_for_long_and_no_link_is_blamed() -> None:
+    """Of the others nothing is seen, as all of it has come before anybody waits for it."""
+    (window,) = play(1, 4, Fault(ranks=(2,), attention=1.02), seed=5)
+    waits, firsts = np.zeros_like(window.waits_s), np.zeros_like(window.waits_s)
+    seen = 0.04 * float(window.own_s[:, Phase.DISPATCH].mean())
+    waits[:, Phase.DISPATCH, :, 2] = seen
+    waits[:, Phase.DISPATCH, 0, 1] = seen  # one that waits for another, too
+    waits[:, Phase.DISPATCH, 2, 2] = 0.0
+    assert find_slow(replace(window, waits_s=waits, first_waits_s=firsts)) == []

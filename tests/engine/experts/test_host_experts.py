@@ -156,8 +156,7 @@ def test_without_the_setting_nothing_is_held() -> None:
 
 
 def test_every_expert_of_a_layer_is_held_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = type("Memory", (), {"available": GIB})
-    monkeypatch.setattr(host_experts.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(host_experts, "free_bytes", lambda: GIB)
     layers: Any = tensors()
     table = [[0, 1, 2, 3]] * 3
     held = open_host_experts(

@@ -147,7 +147,7 @@ class LateReading:
         waits[:, 1] = 0.5 * own
         return StepWaits(
             waits_s=waits,
-            first_s=waits,
+            first_s=0.5 * waits,
             own_s=own + np.array([self._device.idle_s, 0.0, 0.0]),
             num_rows=7 * self._number,
             num_transfers=4,
@@ -198,6 +198,7 @@ def test_what_the_device_records_is_added_to_its_step_however_late_it_comes(
     assert [row[1] for row in block.waits_s] == pytest.approx(
         [0.5e-3 * k * np.median(steps) for k in (1, 2, 3)]
     )
+    assert np.array(block.first_waits_s) == pytest.approx(0.5 * np.array(block.waits_s))
     assert block.num_rows == 7 * steps.mean()
     assert block.num_tokens == steps.mean()
     device.done = 1000
