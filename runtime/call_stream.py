@@ -164,7 +164,11 @@ class CallStream:
             self._send_soon()
 
     async def close(self) -> None:
-        """End the connection; what is under way on it is cancelled."""
+        """End the connection; what is under way on it is cancelled.
+
+        Later calls fail as those of a closed channel do, which is to be closed behind this.
+        """
+        self._alone_until = math.inf
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})
