@@ -14,6 +14,7 @@ from pathlib import Path
 from deploy.certificates import check_certificate
 from deploy.decode_memory import plan_decode_memory
 from deploy.devices import count_devices
+from deploy.drafts import with_drafts_decided
 from deploy.model_folder import with_model
 from deploy.plan import num_devices_needed, plan_instances
 from deploy.ports import free_ports, listen_at
@@ -35,7 +36,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def resolve_config(config: ClusterConfig) -> ClusterConfig:
-    """``config`` with what it leaves open: the model's folder, name and compute type, and ports.
+    """``config`` with what it leaves open: the model's folder, name and compute type, ports, and
+    whether there can be drafts.
 
     Raises:
         ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine, or this
@@ -54,7 +56,7 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
     )
     found = with_model(config)
     model = dataclasses.replace(found.model, dtype=found.compute_dtype)
-    return dataclasses.replace(found, model=model, router=router)
+    return with_drafts_decided(dataclasses.replace(found, model=model, router=router))
 
 
 def _with_own_address(config: ClusterConfig) -> ClusterConfig:

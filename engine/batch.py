@@ -29,6 +29,21 @@ Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBlocks:
+    """Where the latents lie that a step of prompts of fixed shape attends to.
+
+    Attributes:
+        block_ids: [b] int64, blocks of all prompts, then the dummy block as often as is left.
+        kept: [P] int64, where each position lies in these blocks, [b * block_size] slots.
+        cu_seqlens_k: [S + 1] int32, running sum of the positions per request.
+    """
+
+    block_ids: torch.Tensor
+    kept: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
     """Inputs of one forward pass. Request s owns rows [cu_seqlens_q[s], cu_seqlens_q[s + 1]).
 
@@ -47,6 +62,7 @@ class ForwardBatch:
             the host does not look at.
         num_rows: [1] int64 on the device, how many of the tokens, the first ones, are somebody's;
             the others are padding, and go to no expert. None where all are.
+        prompts: in steps of prompts of fixed shape, which have no block tables; else None.
     """
 
     input_ids: torch.Tensor
@@ -59,6 +75,7 @@ class ForwardBatch:
     max_seqlen_q: int
     lengths: tuple[tuple[int, int], ...] = ()
     num_rows: torch.Tensor | None = None
+    prompts: PromptBlocks | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -72,8 +89,8 @@ class ForwardBatch:
 
     @property
     def is_short(self) -> bool:
-        """Whether kernels are short: one token of each request, or a fixed shape of few tokens."""
-        return self.max_seqlen_q == 1 or self.num_rows is not None
+        """Whether kernels are short: one token of each request, or a fixed shape of suffixes."""
+        return self.max_seqlen_q == 1 or (self.num_rows is not None and self.prompts is None)
 
     @classmethod
     def dummy(cls, device: torch.device | str = "cpu") -> "ForwardBatch":

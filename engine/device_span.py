@@ -20,6 +20,12 @@ class DeviceSpan:
         """All of the step is issued."""
         self._end.record()
 
+    def seconds(self) -> float:
+        """All of the span, which is waited for."""
+        self._end.synchronize()
+        length_ms: float = self._start.elapsed_time(self._end)
+        return length_ms / 1000
+
     def gap_after(self, before: "DeviceSpan") -> float:
         """Seconds between the end of `before` and our start; both must be over."""
         gap_ms: float = before._end.elapsed_time(self._start)

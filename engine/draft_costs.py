@@ -39,27 +39,35 @@ LEAST_LATE, MOST_LATE = 0.25, 1.0
 """A share of a step's time that is less, or more, than so many deviations in any case."""
 _FIXED_ROWS = 8.0
 """Rows that cost what a step does that has none, where nothing was measured."""
-_LAYER_SHARE = 0.03
-"""Of a step: a run of the layer that drafts."""
+_RUN_OF_LAYER = 1.3
+"""Layers of the model that one run of the layer that drafts costs, its projection and head included.
+"""
 
 Costs = Mapping[int, Sequence[float]]
 """Seconds by size, and by number of drafts from 0; of the numbers that the size has."""
 
 
-def imagined_costs(sizes: Sequence[int], numbers: Mapping[int, int]) -> Costs:
+def imagined_costs(sizes: Sequence[int], numbers: Mapping[int, int], num_layers: int) -> Costs:
     """Return costs, in no unit, for where nothing was measured: rows cost alike.
+
+    The layer that drafts runs once over all rows of a step, and once over a row of each request for
+    every further draft.
 
     Args:
         sizes: ascending.
         numbers: the most drafts of each size.
+        num_layers: of the model, of which one more drafts.
     """
-    return {
-        size: [
-            (_FIXED_ROWS + size * (1 + count)) * (1 + _LAYER_SHARE * count)
-            for count in range(numbers[size] + 1)
+    share = _RUN_OF_LAYER / num_layers
+    costs: dict[int, list[float]] = {}
+    for size in sizes:
+        alone = _FIXED_ROWS + size
+        verifying = [_FIXED_ROWS + size * (1 + count) for count in range(1, numbers[size] + 1)]
+        drafted = [
+            rows + share * (rows + further * alone) for further, rows in enumerate(verifying)
         ]
-        for size in sizes
-    }
+        costs[size] = [alone, *drafted]
+    return costs
 
 
 def typical(samples: Sequence[float]) -> float:

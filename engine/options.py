@@ -153,6 +153,7 @@ class EngineOptions:
         max_num_seqs: most requests of a step.
         num_redundant_experts: slots for second copies of experts, of all ranks together.
         rebalance_experts: whether experts may change their slots while steps run.
+        rebalance_host_gib: of its host's memory that this rank may fill with copies of experts.
         prefix: what whoever asked puts before a field's name, such as "decode."; none for a caller
             that made these options by hand.
 
@@ -167,6 +168,7 @@ class EngineOptions:
     max_num_seqs: int = 16
     num_redundant_experts: int = 0
     rebalance_experts: Switch = Switch.OFF
+    rebalance_host_gib: float = 0.0
     prefix: str = ""
 
     def __post_init__(self) -> None:

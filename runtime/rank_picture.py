@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from runtime.pb import registry_pb2
 from runtime.rank_waits import RankBlock, WaitWindow
-from runtime.slow_ranks import Finding, SlowKind, find_slow
+from runtime.slow_ranks import Finding, SlowKind
 
 ADVICE = {
     SlowKind.SENDER: "look at its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), "
@@ -51,14 +51,14 @@ class RankPicture:
         return float(np.median(waits)) if waits else 0.0
 
 
-def picture_of(instance: str, window: WaitWindow) -> RankPicture:
-    """Look at a window of all ranks."""
+def picture_of(instance: str, window: WaitWindow, findings: Sequence[Finding]) -> RankPicture:
+    """Show a window of all ranks, and what was found in it."""
     return RankPicture(
         instance=instance,
         num_ranks=window.num_ranks,
         step_s=window.step_s,
         wait_shares=[float(share) for share in window.wait_shares().reshape(-1)],
-        findings=find_slow(window),
+        findings=findings,
     )
 
 
@@ -71,12 +71,21 @@ def words_of(finding: Finding) -> str:
     shown = [f"{figures.get('excess_s', 0.0) * 1e6:.0f} us a step too long"]
     if finding.kind is SlowKind.RECEIVER:
         shown.append(f"{figures.get('rows_more', 0.0):+.0%} rows")
-    elif finding.kind is not SlowKind.LINK:
+    elif finding.kind is SlowKind.LINK:
+        shown.append(_way_of(figures))
+    else:
         shown.append(f"{figures.get('load_more', 0.0):+.0%} load")
     return (
         f"{finding.kind.value}: {who}, {finding.ratio:.2f}x, costs {finding.share:.1%} of a step "
         f"({', '.join(shown)}; {finding.confidence:.0f} deviations)"
     )
+
+
+def _way_of(figures: Mapping[str, float]) -> str:
+    """Say whether bytes come slowly, or late from the first on."""
+    phase = max(("dispatch", "combine"), key=lambda name: figures.get(f"wait_{name}_s", 0.0))
+    wait, first = (figures.get(f"{what}_{phase}_s", 0.0) for what in ("wait", "first"))
+    return "the first bytes come in time" if first < 0.5 * wait else "late from the first byte on"
 
 
 def describe(picture: RankPicture) -> dict[str, object]:
@@ -114,6 +123,7 @@ def block_to_proto(block: RankBlock) -> registry_pb2.RankBlock:
         num_rows=block.num_rows,
         num_tokens=block.num_tokens,
         num_context_tokens=block.num_context_tokens,
+        first_waits_s=[wait for row in block.first_waits_s for wait in row],
     )
 
 
@@ -121,9 +131,14 @@ def block_from_proto(message: registry_pb2.RankBlock) -> RankBlock:
     """The inverse of `block_to_proto`."""
     num_phases = max(1, len(message.own_s))
     size = len(message.waits_s) // num_phases
+
+    def by_phase(waits: Sequence[float]) -> list[list[float]]:
+        return [list(waits[p * size : (p + 1) * size]) for p in range(num_phases)]
+
     return RankBlock(
         number=message.number,
-        waits_s=[list(message.waits_s[p * size : (p + 1) * size]) for p in range(num_phases)],
+        waits_s=by_phase(message.waits_s),
+        first_waits_s=by_phase(message.first_waits_s) if message.first_waits_s else (),
         own_s=list(message.own_s),
         own_mean_s=list(message.own_mean_s),
         num_rows=message.num_rows,

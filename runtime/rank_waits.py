@@ -42,12 +42,14 @@ class RankBlock:
 
     Attributes:
         number: of the block, from 0: the step's number divided by `STEPS_OF_BLOCK`.
-        waits_s: [P][R], of the median step, by phase and source; 0 for the rank itself.
-        own_s: [P], of the median step: what the rank did by itself before it waited.
-        own_mean_s: [P], of the mean step: a pause of one step is in it, and not in the median.
+        waits_s: [P][R], of the middle steps, by phase and source; 0 for the rank itself.
+        own_s: [P], of the middle steps: what the rank did by itself before it waited.
+        own_mean_s: [P], of the mean step: a pause of one step is in it, and not in the middle.
         num_rows: that its experts got in the mean step, all layers.
         num_tokens: that it brought to the mean step.
         num_context_tokens: whose KV its attention read in the mean step; 0: not told.
+        first_waits_s: [P][R], as `waits_s`, until the first of what a source sends is there; empty
+            where that is not told apart from the last.
     """
 
     number: int
@@ -57,6 +59,7 @@ class RankBlock:
     num_rows: float
     num_tokens: float
     num_context_tokens: float = 0.0
+    first_waits_s: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +67,11 @@ class WaitWindow:
     """The last blocks of all ranks of an instance.
 
     Attributes:
-        waits_s: [B, P, R, R] of the median step: how long a receiver waited for a source.
-        own_s: [B, P, R] of the median step.
+        first_block: number of the first of them.
+        waits_s: [B, P, R, R] of the middle steps: how long a receiver waited for a source.
+        first_waits_s: [B, P, R, R] the same until the first of what the source sends was there; as
+            `waits_s` where that is not told apart.
+        own_s: [B, P, R] of the middle steps.
         own_mean_s: [B, P, R] of the mean step.
         num_rows: [B, R] a step.
         num_tokens: [B, R] a step.
@@ -73,11 +79,13 @@ class WaitWindow:
     """
 
     waits_s: Floats
+    first_waits_s: Floats
     own_s: Floats
     own_mean_s: Floats
     num_rows: Floats
     num_tokens: Floats
     num_context_tokens: Floats
+    first_block: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -90,18 +98,57 @@ class WaitWindow:
         waited = self.waits_s.max(axis=3)
         return float(np.median((self.own_s + waited).sum(axis=1)))
 
+    def newest(self, num_blocks: int) -> WaitWindow:
+        """Return the window of the last blocks of this one."""
+        num_left = max(0, len(self.own_s) - num_blocks)
+        return WaitWindow(
+            first_block=self.first_block + num_left,
+            **{name: getattr(self, name)[num_left:] for name in _ARRAYS},
+        )
+
+    def joined(self, num_blocks: int) -> WaitWindow:
+        """Return a window of longer blocks: the means of so many neighbours, the newest last."""
+        whole = self.newest(len(self.own_s) // num_blocks * num_blocks)
+
+        def join(figures: Floats) -> Floats:
+            return np.asarray(figures.reshape(-1, num_blocks, *figures.shape[1:]).mean(axis=1))
+
+        return WaitWindow(
+            first_block=whole.first_block,
+            **{name: join(getattr(whole, name)) for name in _ARRAYS},
+        )
+
     def wait_shares(self) -> Floats:
         """Return [R, R]: a receiver's wait for a source, as a share of a step, all phases."""
         waited = np.median(self.waits_s, axis=0).sum(axis=0)
         return np.asarray(waited / self.step_s) if self.step_s else np.zeros_like(waited)
 
 
-def window_of(blocks: Mapping[int, Sequence[RankBlock]], num_ranks: int) -> WaitWindow | None:
+_ARRAYS: Final = tuple(name for name in WaitWindow.__dataclass_fields__ if name != "first_block")
+
+
+def joined_in_time(before: WaitWindow, behind: WaitWindow) -> WaitWindow:
+    """Return the window of the blocks of both, which follow one another."""
+    return WaitWindow(
+        first_block=before.first_block,
+        **{
+            name: np.concatenate([getattr(before, name), getattr(behind, name)]) for name in _ARRAYS
+        },
+    )
+
+
+def window_of(
+    blocks: Mapping[int, Sequence[RankBlock]],
+    num_ranks: int,
+    *,
+    most: int = BLOCKS_OF_WINDOW,
+) -> WaitWindow | None:
     """Return the newest blocks that all ranks have told; None where there are too few.
 
     Args:
         blocks: of every rank, of one life of the instance, in any order.
         num_ranks: R.
+        most: blocks of the window, which has `BLOCKS_OF_WINDOW` at least.
     """
     by_number = [
         {
@@ -112,12 +159,15 @@ def window_of(blocks: Mapping[int, Sequence[RankBlock]], num_ranks: int) -> Wait
         for rank in range(num_ranks)
     ]
     common = set(by_number[0]).intersection(*by_number[1:])
-    numbers = sorted(common)[-BLOCKS_OF_WINDOW:]
+    numbers = sorted(common)[-most:]
     if len(numbers) < BLOCKS_OF_WINDOW:
         return None
     rows = [[of_rank[number] for of_rank in by_number] for number in numbers]
+    firsts = [[b.first_waits_s or b.waits_s for b in row] for row in rows]
     return WaitWindow(
+        first_block=numbers[0],
         waits_s=np.array([[b.waits_s for b in row] for row in rows]).transpose(0, 2, 1, 3),
+        first_waits_s=np.array(firsts).transpose(0, 2, 1, 3),
         own_s=np.array([[b.own_s for b in row] for row in rows]).transpose(0, 2, 1),
         own_mean_s=np.array([[b.own_mean_s for b in row] for row in rows]).transpose(0, 2, 1),
         num_rows=np.array([[b.num_rows for b in row] for row in rows], dtype=float),

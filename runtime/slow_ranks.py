@@ -5,29 +5,30 @@ others. *Consequence*: the others waited for it, and it for nobody. Only both to
 finding, so that work which nobody waits for is none, and neither is a wait that somebody else
 caused: whoever waits for a slow link comes late to the next meeting.
 
-The reference is the lower median over the ranks, which half of them may leave without moving it:
-two slow of four are found. How far a rank must be from it: a few percent of the work; several times
-what the figure varies by from block to block (pooled over the ranks, so a noisy host makes its own
-threshold); and further than the fast half lies apart. It must be so in most blocks of the window.
+What is too much is judged beside the other ranks and by what the figure varies by
+(`runtime.excess`): two slow of four are found.
 
 Where two ranks are all that there are, of two that differ the slower is found; links need four.
 
 Lateness is what waits say of ranks alone: from the wait of i for j and that of j for i follows how
 much later j came, whatever the delay of the link. A median polish makes one number a rank of it,
-which one slow link cannot move. What is left of the waits without it is the links'.
+which one slow link cannot move. What is left of the waits without it is the links'. Where the first
+and the last of what a source sends are told apart, lateness is of the first: a rank that computes
+longer sends all of it late, and a slow link brings the first in time and the last too late.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from runtime.excess import Excess, Judge, Limits, WindowNoise
 from runtime.rank_waits import Floats, Phase, WaitWindow
-from runtime.robust import lower_median, lower_median_of, mad_of, noise_of_median
+from runtime.robust import lower_median, lower_median_of, middle_mean
 
 _POLISHES = 24
 
@@ -79,56 +80,36 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How much is too much.
+class Look:
+    """At one window.
 
     Attributes:
-        ratio: of the work of a phase (of a step, for hosts), above the reference.
-        deviations: of what the figure varies by.
-        spreads: of the distance between the reference and the fastest rank.
-        blocks: share of the blocks in which it must be so; of all of them for pauses, which befall
-            everybody now and then.
-        heard: share of a rank's excess that the others must have waited for.
-        explained: share of an excess that more work must have to explain it.
-        rows: above the reference, for a hot receiver.
+        findings: the worst first; most often none.
+        noise: to be remembered for the windows behind.
     """
 
-    ratio: float = 0.03
-    deviations: float = 6.0
-    spreads: float = 2.0
-    blocks: float = 0.6
-    heard: float = 0.25
-    explained: float = 0.5
-    rows: float = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Excess:
-    """Of something over the reference: of every rank or cell.
-
-    Attributes:
-        typical: [...] the median over blocks.
-        noise: of that median, for all of them alike.
-        base: what the ratio is of.
-        is_found: [...] whether it is too much.
-    """
-
-    typical: Floats
-    noise: float
-    base: float
-    is_found: np.ndarray = field(repr=False)
-
-    def ratio(self, *index: int) -> float:
-        """To what is usual."""
-        return 1.0 + float(self.typical[index]) / self.base if self.base else float("inf")
-
-    def confidence(self, *index: int) -> float:
-        """In deviations, at most 1000: a simulation has no noise."""
-        return min(1000.0, float(self.typical[index]) / max(self.noise, 1e-12))
+    findings: Sequence[Finding]
+    noise: WindowNoise
 
 
 def find_slow(window: WaitWindow, limits: Limits | None = None) -> list[Finding]:
-    """Return what slows the ranks of a window down, the worst first; most often nothing.
+    """Return what slows the ranks of a window down, the worst first; nothing is known of earlier.
+
+    Raises:
+        ValueError: there are fewer than two ranks, or no blocks.
+    """
+    return list(look_at(window, limits=limits).findings)
+
+
+def look_at(
+    window: WaitWindow, earlier: Sequence[WindowNoise] = (), limits: Limits | None = None
+) -> Look:
+    """Look for what slows the ranks of a window down.
+
+    Args:
+        window: of all ranks.
+        earlier: noise of windows of other blocks, of the same ranks.
+        limits: how much is too much.
 
     Raises:
         ValueError: there are fewer than two ranks, or no blocks.
@@ -136,23 +117,29 @@ def find_slow(window: WaitWindow, limits: Limits | None = None) -> list[Finding]
     if window.num_ranks < 2 or not len(window.own_s):
         shape = window.own_s.shape
         raise ValueError(f"window [blocks, phases, ranks] = {shape}. Fix: 2 ranks and 1 block")
-    search = _Search(window, limits or Limits())
-    found = [*search.ranks(), *search.links()]
-    return sorted(found, key=lambda finding: -finding.share)
+    search = _Search(window, limits or Limits(), earlier)
+    found = search.ranks()
+    found += search.links({finding.rank for finding in found})
+    found.sort(key=lambda finding: -finding.share)
+    return Look(findings=found, noise=search.noise)
 
 
 class _Search:
     """All that is looked for in one window."""
 
-    def __init__(self, window: WaitWindow, limits: Limits) -> None:
+    def __init__(self, window: WaitWindow, limits: Limits, earlier: Sequence[WindowNoise]) -> None:
         self._window, self._limits = window, limits
         self._step_s = window.step_s or 1.0
-        self._lateness = _polished(window.waits_s)
-        self._own = [self._excess(window.own_s[:, p], None) for p in Phase]
-        self._late = [self._excess(self._lateness[:, p], self._own[p].base) for p in Phase]
+        judge = self._judge = Judge(window.num_ranks, limits, earlier)
+        self.noise = judge.noise
+        self._lateness = _polished(window.first_waits_s)
+        self._own = [judge.ranks(f"own_{p.name}", window.own_s[:, p]) for p in Phase]
+        self._late = [
+            judge.ranks(f"late_{p.name}", self._lateness[:, p], self._own[p].base) for p in Phase
+        ]
         pauses = (window.own_mean_s - window.own_s).sum(axis=1)
-        self._pauses = self._excess(pauses, self._step_s, often=1.0)
-        self._gap = self._excess(window.own_s[:, Phase.FIRST], self._step_s)
+        self._pauses = judge.ranks("pauses", pauses, self._step_s, often=1.0)
+        self._gap = judge.ranks("gap", window.own_s[:, Phase.FIRST], self._step_s)
         self._rows = _more_than_usual(window.num_rows)
         self._load = np.maximum(
             _more_than_usual(window.num_tokens), _more_than_usual(window.num_context_tokens)
@@ -167,18 +154,24 @@ class _Search:
             found += self._hosting(rank, max((f.ratio for f in computing), default=1.0))
         return found
 
-    def links(self) -> list[Finding]:
-        """Return the links that take longer than the others."""
+    def links(self, slow: Collection[int]) -> list[Finding]:
+        """Return the links that take longer than the others.
+
+        Args:
+            slow: ranks of which something is found: what they send and receive may be slow by that.
+        """
         if self._window.num_ranks < RANKS_FOR_LINKS:
             return []
         found: dict[tuple[int, int], Finding] = {}
         for phase in (Phase.DISPATCH, Phase.COMBINE):
-            excess = self._of_links(phase)
-            for receiver, source in np.argwhere(excess.is_found).tolist():
-                finding = self._link(excess, receiver, source)
-                known = found.get((receiver, source))
-                if known is None or known.share < finding.share:
-                    found[receiver, source] = finding
+            for excess, is_theirs in ((self._of_links(phase), False), (self._carried(phase), True)):
+                for receiver, source in np.argwhere(excess.is_found).tolist():
+                    if is_theirs and {receiver, source}.intersection(slow):
+                        continue
+                    finding = self._link(excess, receiver, source)
+                    known = found.get((receiver, source))
+                    if known is None or known.share < finding.share:
+                        found[receiver, source] = finding
         return list(found.values())
 
     def _computing(self, rank: int) -> list[Finding]:
@@ -192,6 +185,8 @@ class _Search:
         if rows >= self._limits.rows and is_explained and (is_slow or late.is_found[rank]):
             worse = combining if is_slow else late
             found.append(self._finding(SlowKind.RECEIVER, rank, worse, rows_ratio=1.0 + rows))
+            # Its experts wear on what the GPU does beside and behind them: power, the side stream.
+            is_sender &= float(sending.typical[rank]) > float(worse.typical[rank])
         elif is_slow and not is_explained and not is_sender:
             found.append(self._finding(self._sender_kind(rank, combining), rank, combining))
         if is_sender:
@@ -214,7 +209,7 @@ class _Search:
             return [self._finding(SlowKind.HOST, rank, pauses, pauses=1.0)]
         return []
 
-    def _sender_kind(self, rank: int, excess: _Excess) -> SlowKind:
+    def _sender_kind(self, rank: int, excess: Excess) -> SlowKind:
         is_explained = self._explains(float(self._load[rank]), excess.ratio(rank))
         return SlowKind.LOAD if is_explained else SlowKind.SENDER
 
@@ -228,8 +223,8 @@ class _Search:
         heard = float(self._late[phase].typical[rank])
         return heard >= self._limits.heard * float(self._own[phase].typical[rank])
 
-    def _finding(self, kind: SlowKind, rank: int, excess: _Excess, **evidence: float) -> Finding:
-        own = np.median(self._window.own_s, axis=0)
+    def _finding(self, kind: SlowKind, rank: int, excess: Excess, **evidence: float) -> Finding:
+        own = middle_mean(self._window.own_s, 0)
         late = [float(of.typical[rank]) for of in self._late]
         figures = {
             **{f"own_{p.name.lower()}_s": float(own[p, rank]) for p in Phase},
@@ -249,7 +244,7 @@ class _Search:
             evidence=figures,
         )
 
-    def _of_links(self, phase: Phase) -> _Excess:
+    def _of_links(self, phase: Phase) -> Excess:
         """Return [R, R] what waits take longer than ranks' lateness and the usual link explain."""
         waits, late = self._window.waits_s[:, phase], self._lateness[:, phase]
         later = late[:, None, :] - late[:, :, None]  # [B, receiver, source]
@@ -258,16 +253,25 @@ class _Search:
         # What all links of a receiver or of a source share is no link's.
         left = left - np.maximum(0.0, lower_median_of(left, 2))[:, :, None]
         left = left - np.maximum(0.0, lower_median_of(left, 1))[:, None, :]
-        typical = np.median(left, axis=0)
-        apart = np.maximum(mad_of(typical, 1)[:, None], mad_of(typical, 0)[None, :])
-        spread = 2.0 * np.nan_to_num(apart)
-        left = np.nan_to_num(left)
-        noise = noise_of_median(left)
-        return self._judged(left, self._own[phase].base, noise=noise, spread=spread)
+        return self._judge.links(f"link_{phase.name}", left, self._own[phase].base or self._step_s)
 
-    def _link(self, excess: _Excess, receiver: int, source: int) -> Finding:
-        waited = np.median(self._window.waits_s, axis=0)[:, receiver, source]
-        back = np.median(self._window.waits_s, axis=0)[:, source, receiver]
+    def _carried(self, phase: Phase) -> Excess:
+        """Return [R, R] what comes longer behind the first of it than usual, and more rows explain.
+
+        All links of a source may be slow alike, of which waits for it say nothing.
+        """
+        window = self._window
+        carried = window.waits_s[:, phase] - window.first_waits_s[:, phase]
+        carried = np.where(np.eye(window.num_ranks, dtype=bool), np.nan, carried)
+        usual = lower_median_of(carried.reshape(len(carried), -1), 1)[:, None, None]
+        more = 1.0 + np.maximum(0.0, self._rows)[:, None] + np.maximum(0.0, self._load)[None, :]
+        return self._judge.links(
+            f"carried_{phase.name}", carried - usual * more, self._own[phase].base or self._step_s
+        )
+
+    def _link(self, excess: Excess, receiver: int, source: int) -> Finding:
+        window = self._window
+        waited, first = (middle_mean(of, 0) for of in (window.waits_s, window.first_waits_s))
         return Finding(
             kind=SlowKind.LINK,
             rank=receiver,
@@ -277,48 +281,10 @@ class _Search:
             confidence=excess.confidence(receiver, source),
             evidence={
                 "excess_s": float(excess.typical[receiver, source]),
-                **{f"wait_{p.name.lower()}_s": float(waited[p]) for p in Phase},
-                **{f"back_{p.name.lower()}_s": float(back[p]) for p in Phase},
+                **{f"wait_{p.name.lower()}_s": float(waited[p, receiver, source]) for p in Phase},
+                **{f"first_{p.name.lower()}_s": float(first[p, receiver, source]) for p in Phase},
+                **{f"back_{p.name.lower()}_s": float(waited[p, source, receiver]) for p in Phase},
             },
-        )
-
-    def _excess(
-        self, figures: Floats, base: float | None, *, often: float | None = None
-    ) -> _Excess:
-        """Judge [B, R] against the lower median of the ranks.
-
-        Args:
-            figures: of every block and rank.
-            base: what ratios are of; None for the reference.
-            often: share of the blocks in which it must be so; None for the limit.
-        """
-        reference = lower_median_of(figures, 1)
-        spread = np.median(reference - figures.min(axis=1))
-        usual = float(np.median(reference)) if base is None else base
-        # Against the reference the one of two ranks that is ahead would seem not to vary at all.
-        num_ranks = figures.shape[1]
-        beside = (figures - np.median(figures, axis=1)[:, None]) * num_ranks / (num_ranks - 1)
-        noise = noise_of_median(beside)
-        more = figures - reference[:, None]
-        return self._judged(more, usual, noise=noise, spread=spread, often=often)
-
-    def _judged(
-        self,
-        more: Floats,
-        base: float,
-        *,
-        noise: float,
-        spread: Floats,
-        often: float | None = None,
-    ) -> _Excess:
-        limits = self._limits
-        typical = np.median(more, axis=0)
-        certain = max(limits.ratio * base, limits.deviations * noise)
-        least = np.maximum(certain, limits.spreads * spread)
-        enough = limits.blocks if often is None else often
-        is_often = (more >= 0.5 * least).mean(axis=0) >= enough
-        return _Excess(
-            typical=typical, noise=noise, base=base, is_found=(typical > least) & is_often
         )
 
 

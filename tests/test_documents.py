@@ -28,6 +28,7 @@ OF_A_RUNNING_WORKER = {
     "pd_expert_rebalance_rounds_total",
     "pd_expert_rebalance_moves_total",
     "pd_expert_rebalance_bytes_total",
+    "pd_expert_rebalance_host_moves_total",
     "pd_expert_rebalance_retreats_total",
     "pd_expert_rebalance_stopped",
     "pd_expert_rebalance_refused_total",
@@ -40,6 +41,8 @@ OF_A_RUNNING_WORKER = {
     "pd_trace_spans_total",
     "pd_expert_balancedness",
     "pd_expert_worst_layer_balancedness",
+    "pd_expert_balancedness_of_floor",
+    "pd_expert_worst_layer_balancedness_of_floor",
 }
 """Metrics that a rank adds when it opens its transport and joins the pool, traces requests, or has
 experts."""

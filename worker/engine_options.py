@@ -70,6 +70,7 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
         max_num_seqs=section.max_num_seqs,
         num_redundant_experts=section.num_redundant_experts,
         rebalance_experts=Switch(section.rebalance_experts),
+        rebalance_host_gib=section.rebalance_host_gib,
         prefix=prefix,
     )
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.experts.balancedness import Balancedness, balancedness_of, rank_rows
 from engine.experts.counted import CountedExperts
+from engine.experts.noise_floor import Routing, UniformPasses
 from engine.experts.pass_clock import PassClock
 from engine.experts.windows import LoadWindow, LoadWindows, ReadableCounts, TakeWindow
 from engine.operations import do_nothing
@@ -26,6 +27,10 @@ MAX_BYTES_BEHIND = 256 * 2**20
 
 METRIC_PASSES = 100
 """Of the windows that the metrics are of."""
+_DRAWN_TOKENS = 256
+"""Of a pass that the noise floor is drawn from, and held against windows of any size."""
+
+_EVEN = Balancedness(overall=1.0, worst_layer=1.0, worst_layer_index=0)
 
 Post = Callable[[Callable[[], None]], None]
 """Has the engine loop's thread do something between two steps."""
@@ -97,18 +102,15 @@ class ExpertLoadFeed:
 
         A scrape computes it; the engine loop hands over a window now and then.
         """
+        routing = Routing.of(self.experts.config)
+        uniform = UniformPasses(routing, num_tokens=_DRAWN_TOKENS)
         self.tell_windows(METRIC_PASSES, self._keep)
-        gauge_of(
+        _watch(registry, "", "", self._balancedness)
+        _watch(
             registry,
-            "pd_expert_balancedness",
-            "Mean over fullest rank, summed over layers, of this rank's latest tokens; 1 is even",
-            lambda: self._balancedness().overall,
-        )
-        gauge_of(
-            registry,
-            "pd_expert_worst_layer_balancedness",
-            "The same of the least even layer",
-            lambda: self._balancedness().worst_layer,
+            "_of_floor",
+            ", as a share of what a router without any preference reaches with as many tokens",
+            lambda: self._of_floor(uniform),
         )
 
     def _keep(self, window: LoadWindow) -> None:
@@ -118,13 +120,50 @@ class ExpertLoadFeed:
         """Of the latest window, 1 before there is one."""
         experts, window = self.experts, self._latest
         if window is None:
-            return Balancedness(overall=1.0, worst_layer=1.0, worst_layer_index=0)
+            return _EVEN
         table = np.array(experts.placements.table, dtype=np.int64)
         return balancedness_of(rank_rows(window.counts_LE[None], table, experts.num_ranks))
+
+    def _of_floor(self, uniform: UniformPasses) -> Balancedness:
+        """Of the latest window, as shares of its noise floor; 1 where it has no token."""
+        experts, window, now = self.experts, self._latest, self._balancedness()
+        if window is None or not window.counts_LE.any():
+            return _EVEN
+        num_layers, num_slots = np.shape(experts.placements.table)
+        # Sums of passes are held against sums of as many tokens, which chance tears less apart.
+        num_tokens = window.counts_LE.sum(axis=1).max() / experts.config.num_experts_per_tok
+        floor = uniform.floor(
+            tokens_per_pass=float(num_tokens),
+            num_ranks=experts.num_ranks,
+            num_slots=num_slots,
+            num_layers=num_layers,
+        )
+        return Balancedness(
+            overall=now.overall / floor.overall,
+            worst_layer=now.worst_layer / floor.worst_layer,
+            worst_layer_index=now.worst_layer_index,
+        )
 
     def deliver(self) -> None:
         """Have windows handed over that have ended: where no step follows, nobody else does it."""
         self._post(self.windows.deliver)
+
+
+def _watch(
+    registry: CollectorRegistry, suffix: str, beside: str, tell: Callable[[], Balancedness]
+) -> None:
+    gauge_of(
+        registry,
+        f"pd_expert_balancedness{suffix}",
+        f"Mean over fullest rank, summed over layers, of this rank's latest tokens{beside}",
+        lambda: tell().overall,
+    )
+    gauge_of(
+        registry,
+        f"pd_expert_worst_layer_balancedness{suffix}",
+        f"The same of the least even layer{beside}",
+        lambda: tell().worst_layer,
+    )
 
 
 class FollowedWindows:

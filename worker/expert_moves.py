@@ -87,6 +87,12 @@ class ExpertMoves:
         )
         counter_of(
             registry,
+            "pd_expert_rebalance_host_moves",
+            "Experts that this rank took from its host's memory",
+            lambda: counts.num_host_moves,
+        )
+        counter_of(
+            registry,
             "pd_expert_rebalance_retreats",
             "Turns that all ranks gave up",
             lambda: counts.num_retreats,
@@ -156,6 +162,7 @@ def open_expert_moves(
         planner,
         rank=group.rank,
         num_ranks=group.size,
+        host=moves.host,
         options=RebalanceOptions(
             interval_steps=interval,
             lag_steps=min(LAG_STEPS, interval),

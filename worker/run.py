@@ -52,7 +52,9 @@ def run_worker(
     try:
         for finding in examine_at_start(role, options.section.device):
             logger.warning("%s", finding)
-        service = make_service(options)
+        from worker.auto_drafts import decided  # imports torch
+
+        service = make_service(decided(options))
     except ConfigError as error:
         logger.error("%s", error)
         return 2

@@ -83,6 +83,7 @@ def describe_experts(
     before, after = (gather_passes(session, part) for part in (watched.before, watched.after))
     mover = watched.rebalancer
     num_bytes = session.gather([0 if mover is None else mover.counts.num_bytes])
+    from_host = session.gather([0 if mover is None else mover.counts.num_host_moves])
     experts = watched.experts
     if session.is_first and setup.record_load and before is not None:
         path = Path(setup.record_load)
@@ -101,6 +102,7 @@ def describe_experts(
             "refused": None if plans is None or plans.counts is None else plans.counts.num_refused,
             "rounds": counts.num_rounds,
             "experts": counts.num_moves,
+            "experts_from_host": int(sum(row[0] for row in from_host)),
             "bytes_between_ranks": int(sum(row[0] for row in num_bytes)),
             "retreats": counts.num_retreats,
             "last_retreat": mover.last_retreat,
@@ -117,12 +119,7 @@ def describe_passes(passes: Passes, experts: CountedExperts) -> Report:
     even = balancedness_of(rank_rows(counts_NLE, passes.table_LP, experts.num_ranks))
     tokens = float(counts_NLE[:, 0].sum()) / config.num_experts_per_tok / len(counts_NLE)
     floor = noise_floor(
-        Routing(
-            num_experts=config.n_routed_experts,
-            top_k=config.num_experts_per_tok,
-            num_groups=config.n_group,
-            topk_group=config.topk_group,
-        ),
+        Routing.of(config),
         tokens_per_pass=tokens,
         num_ranks=experts.num_ranks,
         num_slots=passes.table_LP.shape[1],

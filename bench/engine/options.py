@@ -25,7 +25,7 @@ DEFAULT_BATCH = 128
 
 _PLACED = (
     "expert_load", "rebalance_experts", "rebalance_interval_steps", "rebalance_objective",
-    "rebalance_min_gain",
+    "rebalance_min_gain", "rebalance_host_gib",
 )  # fmt: skip
 """Fields of both roles that decide where experts stand."""
 EFFECTIVE: Mapping[str, frozenset[str]] = {

@@ -29,11 +29,7 @@ from engine.batch import build_forward_batch
 from engine.boot.warm_up import attention_products, products
 from engine.data_sheets import find_sheet
 from engine.graphs.buckets import bucket_for
-from engine.graphs.suffix_graphs import (
-    SUFFIX_BUCKETS,
-    capture_suffixes,
-    why_no_suffixes,
-)
+from engine.graphs.chunk_graphs import capture_chunks, chunk_sizes, why_no_chunks
 from engine.operations import do_nothing
 from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
@@ -94,10 +90,11 @@ def run_prefill(options: PrefillOptions, models: RankModels) -> Report | None:
 
 def sizes_to_capture(options: PrefillOptions, rank: RankModel) -> tuple[int, ...]:
     """Return the numbers of tokens whose steps are replayed, ascending, of those that come."""
-    wanted = engine_options(options.section).wants_graphs and not why_no_suffixes(rank.model)
+    wanted = engine_options(options.section).wants_graphs and not why_no_chunks(rank.model)
     counts = {options.batch_tokens, *([options.prompt_len] if options.ttft else [])}
-    short = (count for count in counts if wanted and count <= SUFFIX_BUCKETS[-1])
-    return tuple(sorted({bucket_for(count, SUFFIX_BUCKETS) for count in short}))
+    sizes = chunk_sizes(options.section.max_num_batched_tokens)
+    taken = (count for count in counts if wanted and count <= sizes[-1])
+    return tuple(sorted({bucket_for(count, sizes) for count in taken}))
 
 
 def rows_without_padding(options: PrefillOptions, sizes: Sequence[int]) -> int | None:
@@ -118,10 +115,10 @@ def _capture(
     if not sizes:
         return session, do_nothing
     rank = session.rank
-    runner, forget_graphs = capture_suffixes(
+    runner, forget_graphs = capture_chunks(
         session.runner,
         rank.model,
-        buckets=sizes,
+        sizes=sizes,
         max_num_seqs=options.num_prompts,
         max_model_len=rank.max_model_len,
         group=rank.groups.boot_group,

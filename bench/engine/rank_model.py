@@ -329,7 +329,7 @@ def _build(options: EngineOptions, parts: _Parts, *, played_ranks: int, with_mtp
     if isinstance(options.steps, TokenSteps):
         model.prepare()
     free_memory(parts.device)  # what drawing the weights took; the KV pool wants one piece
-    moves = open_moves(model, placements, parts.streams) if movable else None
+    moves = open_moves(model, placements, parts.streams, options) if movable else None
     return _Built(model=model, opened=opened, placements=placements, moves=moves)
 
 

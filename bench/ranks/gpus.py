@@ -35,6 +35,8 @@ from runtime.errors import ConfigError
 from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase
 from runtime.slow_ranks import Finding
 
+NO_FAULT = "none"
+"""Asked for in place of faults: only the steps without one, however many seconds."""
 WARM_UP_STEPS = 30
 STEPS_OF_WINDOW = STEPS_OF_BLOCK * BLOCKS_OF_WINDOW
 
@@ -49,6 +51,7 @@ class LiveOptions:
         turn_s: seconds of a stretch of those.
         quiet_s: of steps without a fault.
         windows: of 100 steps that are looked at with each fault, 20 steps apart.
+        usual_steps: without a fault before all faults, whose noise the judge knows then.
         faults: in order.
     """
 
@@ -57,6 +60,7 @@ class LiveOptions:
     turn_s: float
     quiet_s: float
     windows: int
+    usual_steps: int
     faults: tuple[LiveFault, ...]
 
     @property
@@ -83,14 +87,15 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
     live.run(recorded, num_steps=WARM_UP_STEPS)
     costs = _compare(live, plain, recorded, options)
     plain.close()
-    healthy = live.run(recorded, num_steps=options.num_steps)
+    healthy = live.run(recorded, num_steps=max(options.num_steps, options.usual_steps))
     work_s = _work_before_dispatch(healthy.blocks, rank.measured.config.num_moe_layers)
     say(f"a step takes {1e3 * healthy.median_s:.2f} ms", rank=place.rank)
     found = [
-        _with_fault(live, recorded, fault, options, work_s=work_s, step_s=healthy.median_s)
+        _with_fault(live, recorded, fault, options, work_s=work_s, healthy=healthy)
         for fault in options.faults
     ]
     quiet = live.run(recorded, num_steps=options.num_steps, seconds=options.quiet_s)
+    looks = quiet.windows(healthy.blocks)
     report: Report = {
         "benchmark": "slow ranks",
         "label": rank.measured.label,
@@ -105,8 +110,10 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
         "quiet": {
             "seconds": sum(quiet.step_s),
             "steps": len(quiet.step_s),
-            "alarms": _alarms(quiet.windows(), frozenset()),
-            "windows": len(quiet.windows()),
+            "alarms": _alarms(looks, frozenset()),
+            "longest_alarm_s": _longest_alarm(looks) * STEPS_OF_BLOCK * quiet.median_s,
+            "windows": len(looks),
+            "noise": _noise_of_blocks(quiet.blocks),
         },
     }
     recorded.close()
@@ -148,11 +155,11 @@ def _with_fault(
     options: LiveOptions,
     *,
     work_s: float,
-    step_s: float,
+    healthy: Stretch,
 ) -> Report:
     """Run with one fault from the first step on, and say what is found, and when."""
     session, tables = live.session, live.session.rank.routing.tables
-    before = sleeper(fault, session.rank.place.rank, step_s)
+    before = sleeper(fault, session.rank.place.rank, healthy.median_s)
     usual = _skew(live, fault, tables) if fault.rows else None
     with captured_fault(fault, session, work_s):
         runner = live.capture() if fault.is_captured else recorded
@@ -164,8 +171,9 @@ def _with_fault(
     if usual is not None and tables is not None:
         tables.redraw(usual)
     free_memory(session.device)
-    say(f"{fault.name}: {_shown(stretch.windows()[:1])}", rank=session.rank.place.rank)
-    return _describe_fault(fault, stretch)
+    windows = stretch.windows(healthy.blocks)
+    say(f"{fault.name}: {_shown(windows[:1])}", rank=session.rank.place.rank)
+    return _describe_fault(fault, stretch, windows)
 
 
 def _skew(live: LiveRank, fault: LiveFault, tables: RoutingTables | None) -> Tensor:
@@ -178,8 +186,9 @@ def _skew(live: LiveRank, fault: LiveFault, tables: RoutingTables | None) -> Ten
     return usual
 
 
-def _describe_fault(fault: LiveFault, stretch: Stretch) -> Report:
-    windows = stretch.windows()
+def _describe_fault(
+    fault: LiveFault, stretch: Stretch, windows: Sequence[Sequence[Finding]]
+) -> Report:
     hits = [fault.places <= _places(found) for found in windows]
     return {
         "name": fault.name,
@@ -238,12 +247,34 @@ def _work_before_dispatch(blocks: Blocks, num_layers: int) -> float:
 def _describe_blocks(blocks: Blocks) -> Report:
     """Return medians over the blocks, in us of a step: own work by phase and rank, and waits."""
     own = np.median([[b.own_s for b in blocks[rank]] for rank in sorted(blocks)], axis=1)
-    waits = np.median([[b.waits_s for b in blocks[rank]] for rank in sorted(blocks)], axis=1)
+    told = [[(b.waits_s, b.first_waits_s or b.waits_s) for b in blocks[r]] for r in sorted(blocks)]
+    both = np.median(np.array(told), axis=1)  # [R, 2, P, R]
+    waits, firsts = both[:, 0], both[:, 1]
     rows = np.mean([[b.num_rows for b in blocks[rank]] for rank in sorted(blocks)], axis=1)
     return {
         "own_us": {p.name.lower(): (1e6 * own[:, p]).round(1).tolist() for p in Phase},
         "waits_us": {p.name.lower(): (1e6 * waits[:, p]).round(1).tolist() for p in Phase},
+        "first_us": {p.name.lower(): (1e6 * firsts[:, p]).round(1).tolist() for p in Phase},
         "rows": rows.round(1).tolist(),
+    }
+
+
+def _longest_alarm(looks: Sequence[Sequence[Finding]]) -> int:
+    """Return in how many looks behind one another there was a fault: the alert waits 5 minutes."""
+    longest = now = 0
+    for found in looks:
+        now = now + 1 if any(each.kind.is_fault for each in found) else 0
+        longest = max(longest, now)
+    return longest
+
+
+def _noise_of_blocks(blocks: Blocks) -> Report:
+    """Return how work before dispatch varies, by block and rank, for simulations: in us."""
+    own = np.array([[b.own_s[Phase.DISPATCH] for b in blocks[rank]] for rank in sorted(blocks)])
+    beside = own - np.median(own, axis=0)
+    return {
+        "dispatch_us": (1e6 * own).round(1).tolist(),
+        "beside_median_rank_us": (1e6 * beside.std(axis=1)).round(1).tolist(),
     }
 
 
@@ -303,17 +334,20 @@ def _parse() -> tuple[LiveOptions, Path | None]:
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn")
     parser.add_argument("--quiet", type=float, default=30.0, help="seconds without a fault")
     parser.add_argument("--windows", type=int, default=5, help="looked at, of each fault")
+    parser.add_argument(
+        "--usual-steps", type=int, default=1200, help="before all faults, whose noise is known then"
+    )
     parser.add_argument("--attention", type=float, default=0.05, help="share that is added")
     parser.add_argument("--rows", type=float, default=0.2, help="share that is added")
     parser.add_argument("--link-us", type=float, default=20.0, help="that are added")
-    parser.add_argument("--faults", default="", help="names with commas (default: all)")
+    parser.add_argument("--faults", default="", help="names with commas, or none (default: all)")
     parser.add_argument("--json", type=Path, help="where the report is written")
     arguments = parser.parse_args()
     faults = faults_of(
         attention=arguments.attention, rows=arguments.rows, link_s=1e-6 * arguments.link_us
     )
     names = [name for name in arguments.faults.split(",") if name]
-    unknown = set(names) - {fault.name for fault in faults}
+    unknown = set(names) - {fault.name for fault in faults} - {NO_FAULT}
     if unknown or arguments.dp < 4:
         known = ", ".join(fault.name for fault in faults)
         raise ConfigError(
@@ -339,6 +373,7 @@ def _parse() -> tuple[LiveOptions, Path | None]:
         turn_s=arguments.seconds,
         quiet_s=arguments.quiet,
         windows=arguments.windows,
+        usual_steps=arguments.usual_steps,
         faults=tuple(fault for fault in faults if not names or fault.name in names),
     )
     return options, arguments.json

@@ -29,8 +29,9 @@ from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.wait_recorder import WaitRecorder
 from engine.request import ScheduledRequest
+from runtime.rank_judge import MOST_BLOCKS, RankJudge
 from runtime.rank_waits import BLOCKS_OF_WINDOW, Phase, RankBlock, window_of
-from runtime.slow_ranks import Finding, find_slow
+from runtime.slow_ranks import Finding
 from worker.engine_options import engine_options
 from worker.step_driver import steps_ahead
 
@@ -54,17 +55,31 @@ class Stretch:
         """Of a step."""
         return float(np.median(self.step_s))
 
-    def windows(self) -> list[list[Finding]]:
-        """Return what is found in the first 100 steps, in those from 20 to 120, and so on."""
+    def windows(self, usual: Blocks) -> list[list[Finding]]:
+        """Return what is found in the first 100 steps, in those from 20 to 120, and so on.
+
+        Args:
+            usual: blocks without a fault, that ran before: the router has seen such, too.
+        """
+        judge = RankJudge()
+        num_usual = max(map(len, usual.values()))
+        blocks = {
+            rank: [
+                dataclasses.replace(block, number=number)
+                for number, block in enumerate((*usual[rank], *of_rank))
+            ]
+            for rank, of_rank in self.blocks.items()
+        }
+        num_blocks = max(map(len, blocks.values()))
         found = []
-        for first in range(max(map(len, self.blocks.values())) - BLOCKS_OF_WINDOW + 1):
-            part = {
-                rank: blocks[first : first + BLOCKS_OF_WINDOW]
-                for rank, blocks in self.blocks.items()
-            }
-            window = window_of(part, len(part))
+        before = range(BLOCKS_OF_WINDOW, num_usual + 1, BLOCKS_OF_WINDOW)
+        for end in (*before, *range(num_usual + BLOCKS_OF_WINDOW, num_blocks + 1)):
+            part = {rank: of_rank[:end] for rank, of_rank in blocks.items()}
+            window = window_of(part, len(part), most=MOST_BLOCKS)
             assert window is not None
-            found.append(find_slow(window))
+            findings = judge.look(window)
+            if end > num_usual:
+                found.append(findings)
         return found
 
 
@@ -237,17 +252,19 @@ class _BlockLog:
 
 def _numbers_of(block: RankBlock) -> list[float]:
     waits = [wait for of_phase in block.waits_s for wait in of_phase]
+    firsts = [wait for of_phase in block.first_waits_s or block.waits_s for wait in of_phase]
     loads = [block.num_rows, block.num_tokens, block.num_context_tokens]
-    return [block.number, *waits, *block.own_s, *block.own_mean_s, *loads]
+    return [block.number, *waits, *firsts, *block.own_s, *block.own_mean_s, *loads]
 
 
 def _block_of(numbers: Sequence[float], num_ranks: int) -> RankBlock:
     number, *rest = numbers
-    num_phases = len(Phase)
-    waits, rest = rest[: num_phases * num_ranks], rest[num_phases * num_ranks :]
+    num_phases, size = len(Phase), len(Phase) * num_ranks
+    waits, firsts, rest = rest[:size], rest[size : 2 * size], rest[2 * size :]
     return RankBlock(
         number=int(number),
         waits_s=[waits[p * num_ranks : (p + 1) * num_ranks] for p in Phase],
+        first_waits_s=[firsts[p * num_ranks : (p + 1) * num_ranks] for p in Phase],
         own_s=rest[:num_phases],
         own_mean_s=rest[num_phases : 2 * num_phases],
         num_rows=rest[-3],

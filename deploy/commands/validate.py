@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from deploy.display import posture_table
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
+    from engine.model.spec import CommonConfig
     from runtime.config import ClusterConfig
 
 
@@ -52,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.plan import num_devices_needed, plan_instances
     from deploy.posture import posture_of
 
-    config = resolve_config(chosen_config(arguments))
+    chosen = chosen_config(arguments)
+    config = resolve_config(chosen)
     num_devices = count_devices_for(config) if arguments.devices is None else arguments.devices
     check_config(config, num_devices=num_devices)
     keys = checked_keys(config)
@@ -67,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if keys is not None:
         print(f"API keys     {len(keys.current())}")
     model = read_model(config)
+    print(f"drafts       {_drafts_of(chosen, config, model)}")
     for remark in (*model.remarks, *remarks_of(config), *remarks_of_tiers(config, keys)):
         print(f"note         {remark}")
     budget = plan_decode_memory(config, model)
@@ -76,6 +80,18 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     Console().print(posture_table(posture_of(config, has_keys=keys is not None)), highlight=False)
     return 0
+
+
+def _drafts_of(chosen: ClusterConfig, config: ClusterConfig, model: CommonConfig) -> str:
+    """How many a step verifies, and why none where that was left open."""
+    from deploy.drafts import decide_drafts
+
+    decode = config.decode
+    if decode.num_speculative_tokens == "auto":
+        return "as many as pay"
+    asked = dataclasses.replace(decode, num_speculative_tokens=chosen.decode.num_speculative_tokens)
+    _, why = decide_drafts(dataclasses.replace(config, decode=asked), model)
+    return f"{decode.num_speculative_tokens or 'none'}{why and f': {why}'}"
 
 
 def _print_further_models(config: ClusterConfig) -> None:

@@ -92,10 +92,14 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.model_folder import with_model
     from runtime.logging import configure_logging
 
+    configure_logging(arguments.instance)
     config = with_model(load_config(arguments.config))
+    if config.decode.num_speculative_tokens == "auto":
+        from deploy.drafts import with_drafts_decided  # loads what models are made of
+
+        config = with_drafts_decided(config)
     place, health = _place_of(arguments, config)
     credentials = cluster_credentials(config)
-    configure_logging(arguments.instance)
     with tempfile.TemporaryDirectory(prefix="tandem-worker-") as folder:
         config_path = Path(folder) / "config.toml"
         plans = plan_ranks(place, config, config_path, credentials)

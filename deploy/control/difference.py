@@ -52,6 +52,9 @@ _ROLLED: dict[str, tuple[Role, ...]] = {
 }
 """Whose processes read a section."""
 
+_DRAFTS = "decode.num_speculative_tokens"
+"""Both roles agree on whether there are any, as prefill has their layer, too; not on how many."""
+
 _AT_NEXT_START = frozenset({"cluster.boot_timeout_s"})
 _SCALED = {"prefill.instances": Role.PREFILL, "decode.instances": Role.DECODE}
 _SECRETS = frozenset({"cluster.secret", "cluster.previous_secret"})
@@ -119,6 +122,8 @@ def _change(path: str, old: object, new: object) -> FieldChange:
         effect = "none now; read by every worker that starts"
         return FieldChange(field=path, old=old, new=new, effect=effect)
     fixed = _FIXED.get(path) or (_FIXED.get(section) if section not in _ROLLED else None)
+    if path == _DRAFTS and 0 in (old, new):
+        fixed = _BOTH_SIDES, _SECOND
     if fixed is not None:
         problem, fix = fixed
         error = ConfigError(path, new, f"is {old!r} in the cluster that runs, and {problem}", fix)

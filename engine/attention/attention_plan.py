@@ -224,6 +224,30 @@ def plan_suffixes(
     return AttentionPlan(paged_groups=(group,))
 
 
+def plan_prompts(batch: ForwardBatch, *, reads_lengths: bool) -> AttentionPlan:
+    """Plan a step of prompts of fixed shape, in one segment of the decompressed form.
+
+    Args:
+        batch: of the step, whose prompts follow one another, padding as one more of them.
+        reads_lengths: whether attention wants lengths on the host, for which the host then waits;
+            else it is told the most that there may be.
+    """
+    prompts = batch.prompts
+    assert prompts is not None
+    kept, lengths = prompts.kept, [(batch.num_tokens, prompts.kept.shape[0])]
+    if reads_lengths:
+        sums = batch.cu_seqlens_q, prompts.cu_seqlens_k
+        pairs = zip(*(each.diff().tolist() for each in sums), strict=True)
+        lengths = [pair for pair in pairs if pair[0]]
+        kept = kept[: sum(positions for _, positions in lengths)]
+    seqs = VarlenLengths(
+        lengths=lengths, cu_seqlens_q=batch.cu_seqlens_q, cu_seqlens_k=prompts.cu_seqlens_k
+    )
+    part = ContextPart(block_ids=prompts.block_ids, kept=kept, seqs=seqs)
+    segment = DecompressedSegment(rows=slice(0, batch.num_tokens), parts=(part,))
+    return AttentionPlan(segments=(segment,))
+
+
 def read_lengths(batch: ForwardBatch) -> ForwardBatch:
     """Return a step of fixed shape with its lengths on the host, for which the host waits.
 

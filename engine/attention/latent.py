@@ -24,6 +24,7 @@ from engine.attention.attention_plan import (
     join_rows,
     plan_attention,
     plan_decode,
+    plan_prompts,
     plan_suffixes,
     read_lengths,
 )
@@ -123,11 +124,14 @@ class LatentAttention:
             cos=cos,
             sin=sin,
             kv_pool=kv_pool,
-            scratch=self._scratch,
+            # What is captured keeps its memory, which a longer step would replace otherwise.
+            scratch=self._scratch if batch.prompts is None else Scratch(),
         )
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
         cache, kernels = kv_pool.layer(0), self._attention
+        if batch.prompts is not None:
+            return plan_prompts(batch, reads_lengths=not kernels.max_positions)
         num_heads = self.rule.heads
         refusal = kernels.why_no_pages(cache, self._config.kv_lora_rank)
         if batch.max_seqlen_q == 1 and not refusal:

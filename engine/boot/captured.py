@@ -8,21 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from engine.boot.open_execution import overlap_of
 from engine.boot.refusals import refuse_capture
 from engine.graphs.buckets import batch_buckets
 from engine.graphs.capture import CaptureProgress
 from engine.graphs.capture_errors import CaptureError
+from engine.graphs.chunk_graphs import (
+    SUFFIX_SIZES,
+    ChunkGraphs,
+    capture_chunks,
+    chunk_kinds,
+    chunk_sizes,
+    num_kinds,
+    why_no_chunks,
+)
 from engine.graphs.graph_budget import MakeSteps
 from engine.graphs.step_graphs import StepGraphs
-from engine.graphs.suffix_graphs import (
-    SuffixGraphs,
-    capture_suffixes,
-    suffix_buckets,
-    why_no_suffixes,
-)
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import ServedModel
@@ -40,10 +45,25 @@ CapturedT = TypeVar("CapturedT")
 logger = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsToCapture:
+    """What a rank captures.
+
+    Attributes:
+        make: the steps of some sizes over a pool.
+        sizes: all of them, ascending; empty where steps of the model cannot be captured.
+        variants: in how many forms a size is captured.
+    """
+
+    make: MakeSteps
+    sizes: tuple[int, ...]
+    variants: Callable[[int], int]
+
+
 def steps_to_capture(
     options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
-) -> tuple[MakeSteps, tuple[int, ...]]:
-    """Return what makes the captured steps of some sizes over a pool, and all sizes, ascending.
+) -> StepsToCapture:
+    """Return what a rank captures.
 
     Args:
         options: of the engine, which wants graphs.
@@ -58,10 +78,11 @@ def steps_to_capture(
         case TokenSteps() as tokens:
             return _token_steps(options, tokens, model, max_model_len, streams)
         case ChunkSteps() as chunks:
-            sizes = suffix_buckets(chunks.max_num_batched_tokens)
-            if _why_no_suffixes(options, model):
-                sizes = ()
-            return _short_steps(options, model, max_model_len, streams), sizes
+            return StepsToCapture(
+                make=_chunk_steps(options, model, max_model_len, streams),
+                sizes=() if _why_no_chunks(options, model) else _sizes(chunks, model),
+                variants=num_kinds,
+            )
 
 
 def capture_short_steps(
@@ -94,16 +115,16 @@ def capture_short_steps(
     steps = options.steps
     if not options.wants_graphs or not isinstance(steps, ChunkSteps):
         return runner, do_nothing
-    reason = _why_no_suffixes(options, model)
+    reason = _why_no_chunks(options, model)
     if reason:
         logger.info("short steps are not captured %s", fields(reason=reason))
         return runner, do_nothing
     group = model.groups.boot_group
     capture = partial(
-        capture_suffixes,
+        capture_chunks,
         runner,
         model,
-        buckets=suffix_buckets(steps.max_num_batched_tokens),
+        sizes=_sizes(steps, model),
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_model_len,
         group=group,
@@ -160,7 +181,7 @@ def _token_steps(
     model: ServedModel,
     max_model_len: int,
     streams: Streams,
-) -> tuple[MakeSteps, tuple[int, ...]]:
+) -> StepsToCapture:
     def make(pool: KVPool, buckets: tuple[int, ...]) -> StepGraphs:
         return StepGraphs(
             model,
@@ -173,30 +194,40 @@ def _token_steps(
             streams=streams,
         )
 
-    return make, batch_buckets(options.max_num_seqs)
+    return StepsToCapture(
+        make=make,
+        sizes=batch_buckets(options.max_num_seqs),
+        variants=lambda size: len(options.draft_choices.of(size)),
+    )
 
 
-def _short_steps(
+def _sizes(steps: ChunkSteps, model: ServedModel) -> tuple[int, ...]:
+    """Return the numbers of tokens to capture: long steps not where they run in two halves."""
+    most = steps.max_num_batched_tokens
+    if overlap_of(steps, model.groups.dims) is not None:
+        most = min(most, SUFFIX_SIZES[-1])
+    return chunk_sizes(most)
+
+
+def _chunk_steps(
     options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
 ) -> MakeSteps:
-    def make(pool: KVPool, buckets: tuple[int, ...]) -> SuffixGraphs:
-        assert model.attention_rule is not None
-        return SuffixGraphs(
+    def make(pool: KVPool, sizes: tuple[int, ...]) -> ChunkGraphs:
+        kinds = chunk_kinds(
             model,
             pool,
-            model.attention_rule,
-            buckets=buckets,
+            sizes,
             max_num_seqs=options.max_num_seqs,
             max_model_len=max_model_len,
-            streams=streams,
         )
+        return ChunkGraphs(model, pool, kinds, streams=streams)
 
     return make
 
 
-def _why_no_suffixes(options: EngineOptions, model: ServedModel) -> str:
+def _why_no_chunks(options: EngineOptions, model: ServedModel) -> str:
     """Return why short steps are not captured, or nothing; refuse if they are asked for by name."""
-    reason = why_no_suffixes(model)
+    reason = why_no_chunks(model)
     if reason and options.steps.cuda_graphs is Switch.ON:
         raise ConfigError(options.named("cuda_graphs"), "on", reason, '"auto" or "off"')
     return reason

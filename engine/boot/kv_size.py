@@ -149,17 +149,17 @@ def _graph_bytes(
     options: EngineOptions, model: ServedModel, max_model_len: int, streams: Streams
 ) -> int:
     """Return the bytes of the captured steps; 0 where all ranks agree that none can be captured."""
-    make, sizes = steps_to_capture(options, model, max_model_len, streams)
-    if not sizes:
+    steps = steps_to_capture(options, model, max_model_len, streams)
+    if not steps.sizes:
         return 0
     try:
         return measure_graph_bytes(
             model,
-            make,
-            sizes,
+            steps.make,
+            steps.sizes,
             block_size=options.kv.block_size,
             kv_dtype=options.kv.dtype,
-            variants=lambda size: len(options.draft_choices.of(size)),
+            variants=steps.variants,
         )
     except CaptureError as error:
         if options.steps.cuda_graphs is Switch.ON:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from engine.boot.experts import moe_layers
 from engine.experts.carrier import Carrier
+from engine.experts.host_experts import HostExperts, open_host_experts
 from engine.experts.placements import ExpertPlacements
 from engine.experts.staging import ExpertTensors, Staging, box_bytes
 from engine.model.spec import ServedModel
@@ -33,6 +35,7 @@ class OpenMoves:
         staging: over its weights.
         carrier: between GPUs of one host; None where the ranks need a library for it, which
             whoever booted them brings along.
+        host: copies of experts in this rank's host memory, if it may hold some.
         side_group: the ranks, for one thread beside the steps.
         close: gives back what the ranks share; all of them call.
     """
@@ -40,6 +43,7 @@ class OpenMoves:
     placements: ExpertPlacements
     staging: Staging
     carrier: Carrier | None
+    host: HostExperts | None
     side_group: RankGroup
     close: Callable[[], None]
 
@@ -50,12 +54,24 @@ def can_move(options: EngineOptions, dims: ParallelDims) -> bool:
 
 
 def open_moves(
-    model: ServedModel, placements: ExpertPlacements, streams: Streams
+    model: ServedModel,
+    placements: ExpertPlacements,
+    streams: Streams,
+    options: EngineOptions | None = None,
 ) -> OpenMoves | None:
     """Allocate the boxes and open the way between the ranks; all ranks call, before steps run.
 
+    Args:
+        model: of this rank.
+        placements: of its experts.
+        streams: of this rank.
+        options: of its engine; None for no copies in host memory.
+
     Returns:
         None for a model without experts.
+
+    Raises:
+        ConfigError: hosts have not the memory for as many copies as are asked for.
     """
     layers = expert_layers(model)
     if layers is None:
@@ -63,15 +79,32 @@ def open_moves(
     opened = open_nvlink_carrier(model.groups.ep_group, streams, box_bytes(layers))
     carrier, boxes = (None, None) if opened is None else opened
     staging = Staging(layers, streams, boxes=boxes)
-    way = "a library" if carrier is None else "NVLink"
-    logger.info("experts may move %s", fields(by=way, box_bytes=staging.nbytes))
+    host = open_host_experts(
+        layers,
+        placements.table,
+        placements.num_logical_experts,
+        model.groups.ep_group,
+        gib=0.0 if options is None else options.rebalance_host_gib,
+        field="rebalance_host_gib" if options is None else options.named("rebalance_host_gib"),
+    )
+    way, held = "a library" if carrier is None else "NVLink", 0 if host is None else host.nbytes
+    facts = fields(by=way, box_bytes=staging.nbytes, host_bytes=held)
+    logger.info("experts may move %s", facts)
     return OpenMoves(
         placements=placements,
         staging=staging,
         carrier=carrier,
+        host=host,
         side_group=open_side_group(model.groups, timeout_s=SIDE_TIMEOUT_S),
-        close=do_nothing if carrier is None else carrier.close,
+        close=partial(_close, carrier, host),
     )
+
+
+def _close(carrier: Carrier | None, host: HostExperts | None) -> None:
+    if carrier is not None:
+        carrier.close()
+    if host is not None:
+        host.close()
 
 
 def close_of(moves: OpenMoves | None) -> Callable[[], None]:

@@ -41,7 +41,9 @@ def open_budget(
     sizes = batch_buckets(options.max_num_seqs)
     costs: Costs | None = runner.time_steps(max_model_len)
     if costs is None:
-        costs = imagined_costs(sizes, {size: choices.of(size)[-1] for size in sizes})
+        pool = runner.plain.kv_pool
+        num_layers = pool.num_layers - pool.num_mtp_layers
+        costs = imagined_costs(sizes, {size: choices.of(size)[-1] for size in sizes}, num_layers)
     else:
         costs, sizes = _agree(costs, group), tuple(sorted(costs))
         shown = {size: [round(1e3 * cost, 2) for cost in costs[size]] for size in sorted(costs)}

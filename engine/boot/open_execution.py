@@ -17,7 +17,7 @@ import torch
 
 from engine.boot.experts import open_dispatcher
 from engine.execution import Execution
-from engine.graphs.suffix_graphs import SUFFIX_BUCKETS
+from engine.graphs.chunk_graphs import SUFFIX_SIZES
 from engine.kernels.base import Kernels
 from engine.micro_batches import OverlapRule
 from engine.model.spec import CommonConfig
@@ -51,7 +51,7 @@ AUTO_DEPENDENT_IN_GROUPS: Final = False
 """The same for ranks that share heads, with NCCL's kernels in between; true once
 `tests/engine/graphs/test_suffix_ranks_gpu.py` has passed on GPUs."""
 
-SHORT_SIDE_TOKENS: Final = SUFFIX_BUCKETS[-1]
+SHORT_SIDE_TOKENS: Final = SUFFIX_SIZES[-1]
 """Most tokens of a step of chunks whose shared expert has a stream of its own: longer steps are not
 captured, and another stream costs the host more than it gains them."""
 
@@ -110,6 +110,7 @@ def open_execution(
             num_physical_experts=num_physical_experts,
             scatter_tokens=options.steps.scatter_tokens,
             waits=waits,
+            records_costs=_records_costs(options),
         )
         opened, max_masked = _open(options, experts, played_ranks)
     dispatcher = None if opened is None else opened.dispatcher
@@ -121,6 +122,12 @@ def open_execution(
     execution = replace(execution, dispatcher=dispatcher, max_masked_tokens=max_masked)
     close = do_nothing if opened is None else partial(_close_on, device, opened)
     return OpenExecution(execution=execution, close=close)
+
+
+def _records_costs(options: EngineOptions) -> bool:
+    """Whether DeepEP is to count waits: where asked for by name, as it is not measured yet."""
+    steps = options.steps
+    return isinstance(steps, TokenSteps) and steps.record_waits is Switch.ON
 
 
 def _open(

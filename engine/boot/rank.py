@@ -127,7 +127,7 @@ def boot_rank(
         source, options, groups, config=config, placements=placements, streams=streams, waits=waits
     )
     experts = counted_experts(model, placements, is_scattered=options.steps.scatter_tokens)
-    moves = open_moves(model, placements, streams) if can_move(options, dims) else None
+    moves = open_moves(model, placements, streams, options) if can_move(options, dims) else None
     groups.boot_group.barrier()  # from here on ranks take part in one another's steps
     _compile(model, options, show=dims.rank == 0)
     model.prepare()  # before the KV pool takes the memory: short prompts want it too

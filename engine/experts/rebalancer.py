@@ -6,7 +6,8 @@ at the same step on all of them:
 1. RESTING, for so many steps; nobody asks.
 2. PLANNING: threads of all ranks gather what experts had to do, and one of them plans.
 3. FREE: every rank's inbox is free, because the flip before was carried out.
-4. SENDING: a source copies an expert to its outbox, and from there to its reader's inbox.
+4. SENDING: a source copies an expert to its outbox, and from there to its reader's inbox; or the
+   reader copies it from its host's memory.
 5. CHECKING: every receiver compares canary and checksum.
 6. The flip: before the next step is announced every receiver copies its inbox into the slot, and
    all ranks write their maps anew. Then FREE again for the next round, or RESTING.
@@ -28,6 +29,7 @@ from enum import Enum
 from typing import Final
 
 from engine.experts.carrier import Carrier
+from engine.experts.host_experts import HostExperts
 from engine.experts.moves import Round
 from engine.experts.placements import ExpertPlacements
 from engine.experts.planner import Planner
@@ -79,6 +81,7 @@ class RebalanceCounts:
         num_rounds: flips of the group.
         num_moves: experts of all ranks that changed their slot.
         num_bytes: received by this rank, and flipped in.
+        num_host_moves: of this rank's, that came from its host's memory.
         num_retreats: turns that were given up.
     """
 
@@ -86,6 +89,7 @@ class RebalanceCounts:
     num_rounds: int = 0
     num_moves: int = 0
     num_bytes: int = 0
+    num_host_moves: int = 0
     num_retreats: int = 0
 
 
@@ -109,6 +113,7 @@ class Rebalancer:
         rank: int,
         num_ranks: int,
         options: RebalanceOptions,
+        host: HostExperts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Rest at first.
@@ -121,13 +126,14 @@ class Rebalancer:
             rank: of this process in the group that shares experts.
             num_ranks: of that group.
             options: the same on all ranks.
+            host: copies of experts in this rank's host memory, of the same layers on all ranks.
             clock: monotonic seconds.
         """
         self._placements, self._staging = placements, staging
         self._carrier, self._planner = carrier, planner
         self._options, self._clock = options, clock
         share = placements.num_physical_experts // num_ranks
-        self._part = RoundPart(staging, carrier, rank=rank, share=share)
+        self._part = RoundPart(staging, carrier, rank=rank, share=share, host=host)
         self.counts, self.stage = RebalanceCounts(), Stage.RESTING
         self.problem = self.last_retreat = self._reason = ""
         self._turn, self._epoch = 0, 0
@@ -205,7 +211,8 @@ class Rebalancer:
             case Stage.CHECKING:
                 return self._part.check()
             case _:
-                return self._planner.is_idle and self._carrier.is_ready
+                is_quiet = self._staging.is_packed() and self._carrier.is_ready
+                return self._planner.is_idle and is_quiet
 
     def _advance(self) -> None:
         """All ranks are ready."""
@@ -266,6 +273,7 @@ class Rebalancer:
     def _flip(self, moves: Round) -> None:
         """Have the next step run in the next placement."""
         self.counts.num_bytes += self._part.flip()
+        self.counts.num_host_moves = self._part.num_fetched
         self._placements.move([(move.layer, move.slot, move.expert) for move in moves])
         self._staging.end_flip()
         self._epoch += 1

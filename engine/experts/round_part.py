@@ -1,20 +1,34 @@
-"""One rank's part in a round of moves: what it sends, what it receives, whether that is whole."""
+"""One rank's part in a round of moves: what it sends, what it receives, whether that is whole.
+
+An expert comes from a slot of the reader itself, else from its own host memory where that has the
+layer, else from a rank that has least to send.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from engine.experts.carrier import Carrier
+from engine.experts.host_experts import HostExperts
 from engine.experts.moves import Move, Round
 from engine.experts.staging import Canary, Staging
 from runtime.errors import TransferFailedError
 from runtime.logging import fields
 
+_HOST: Final = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sending:
-    """One expert that this rank is to send: from which of its slots, and to whom."""
+    """One expert that this rank is to send: from which of its slots, and to whom.
+
+    Attributes:
+        canary: that travels along.
+        slot: of this rank; `_HOST` for its own host's memory.
+        rank: that reads it.
+    """
 
     canary: Canary
     slot: int
@@ -24,7 +38,15 @@ class _Sending:
 class RoundPart:
     """`deal`, then `send` until it says yes, `check` until it says yes, and `flip`."""
 
-    def __init__(self, staging: Staging, carrier: Carrier, *, rank: int, share: int) -> None:
+    def __init__(
+        self,
+        staging: Staging,
+        carrier: Carrier,
+        *,
+        rank: int,
+        share: int,
+        host: HostExperts | None = None,
+    ) -> None:
         """Have no part yet.
 
         Args:
@@ -32,8 +54,11 @@ class RoundPart:
             carrier: between its boxes and those of the others.
             rank: of this process in the group.
             share: slots of a rank.
+            host: copies of experts in this rank's host memory, of the same layers on all ranks.
         """
-        self._staging, self._carrier = staging, carrier
+        self._staging, self._carrier, self._host = staging, carrier, host
+        self.num_fetched = 0
+        """Experts that came from host memory."""
         self._rank, self._share = rank, share
         self._incoming: Move | None = None
         self._sendings: list[_Sending] = []
@@ -57,6 +82,11 @@ class RoundPart:
                 self._incoming = move
             source = _source_of(move, self._share, loads)
             rank = source // self._share
+            if rank != reader and self._host is not None and self._host.has(move.layer):
+                if reader == self._rank:
+                    canary = self._canary_of(move)
+                    self._sendings.append(_Sending(canary=canary, slot=_HOST, rank=reader))
+                continue
             loads[rank] = loads.get(rank, 0) + 1
             if rank == self._rank:
                 local = source - rank * self._share
@@ -78,13 +108,15 @@ class RoundPart:
             if not self._sendings:
                 return True
             self._sending, self._is_posted = self._sendings.pop(0), False
-            self._staging.start_packing(self._sending.canary, self._sending.slot)
+            self._start(self._sending)
         if not self._staging.is_packed():
             return False
         is_own = self._sending.rank == self._rank
         if not self._is_posted:
             self._is_posted = True
-            if is_own:
+            if self._sending.slot == _HOST:
+                self.num_fetched += 1
+            elif is_own:
                 self._staging.loop_back()
             else:
                 self._carrier.send(self._sending.rank)
@@ -92,6 +124,14 @@ class RoundPart:
             return False
         self._sending = None
         return not self._sendings
+
+    def _start(self, sending: _Sending) -> None:
+        canary = sending.canary
+        if sending.slot != _HOST:
+            self._staging.start_packing(canary, sending.slot)
+            return
+        assert self._host is not None
+        self._staging.start_fetch(canary, *self._host.get(canary.layer, canary.expert))
 
     def check(self) -> bool:
         """Whether what came is what was to come; false while that is asked.

@@ -41,6 +41,8 @@ class ExpertTensors:
     """The routed experts of a rank: for every MoE layer what a slot's weights and scales lie in.
 
     Attributes:
+        device: where they are.
+        num_layers: with experts.
         num_slots: of this rank, in every layer.
         sizes: bytes of a slot in each tensor of a layer.
     """
@@ -56,12 +58,21 @@ class ExpertTensors:
         if len(shapes) != 1:
             raise InternalError(f"experts of unlike sizes in one model: {sorted(shapes)}")
         (first,) = shapes
+        self.device, self.num_layers = layers[0][0].device, len(self._layers)
         self.num_slots = first[0][0]
         self.sizes = tuple(size for _, size in first)
 
     def of(self, layer: int, slot: int) -> list[Tensor]:
         """Return the bytes of a slot of this rank, one view for each tensor."""
         return [part[slot] for part in self._layers[layer]]
+
+    def packed(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Return a slot's content as it travels, [content_bytes] uint8, and its checksum."""
+        parts = self.of(layer, slot)
+        content = torch.zeros(content_bytes(self), dtype=torch.uint8, device=parts[0].device)
+        for place, part in zip(_places(content, self.sizes), parts, strict=True):
+            place.copy_(part)
+        return content, checksum_of(content, _factors(content))
 
 
 def _bytes_of_slots(tensor: Tensor) -> Tensor:
@@ -100,9 +111,7 @@ class Staging:
         self.outbox, self.inbox = boxes
         is_cuda = streams.device.type == "cuda"
         self._stream = streams.of(StreamUse.EXPERT_COPIES) if is_cuda else None
-        rows = (self.nbytes - _HEADER_BYTES) // _ALIGNMENT
-        # Odd, so that a row that differs at all changes the sum; unlike, so that rows have places.
-        self._factors = torch.arange(rows, dtype=torch.int64, device=streams.device) * 2 + 1
+        self._factors = _factors(self.inbox[_HEADER_BYTES:])
         self._flipped = self._packed = self._checked = None
         self._fits: Tensor | None = None
         if self._stream is not None:
@@ -129,6 +138,21 @@ class Staging:
         """Take what was packed for a slot of this rank itself."""
         with self._beside():
             self.inbox.copy_(self.outbox)
+            _record(self._packed, self._stream)
+
+    def start_fetch(self, canary: Canary, content: Tensor, checksum: int) -> None:
+        """Copy an expert from this host's memory into the inbox, behind its canary.
+
+        Args:
+            canary: of the expert that is to come.
+            content: [content_bytes] uint8 on the host, pinned where this is a GPU.
+            checksum: that its content had when it was stored.
+        """
+        with self._beside():
+            self.inbox[_HEADER_BYTES:].copy_(content, non_blocking=True)
+            words = np.append(_words(canary), np.int64(checksum))
+            (told,) = upload([words], self._device)
+            _header(self.inbox)[: len(told)].copy_(told)
             _record(self._packed, self._stream)
 
     def start_check(self, canary: Canary) -> None:
@@ -172,21 +196,42 @@ class Staging:
         return torch.cuda.stream(self._stream)
 
     def _places(self, box: Tensor) -> list[Tensor]:
-        places, start = [], _HEADER_BYTES
-        for size in self._tensors.sizes:
-            places.append(box[start : start + size])
-            start += _padded(size)
-        return places
+        return _places(box[_HEADER_BYTES:], self._tensors.sizes)
 
     def _sum(self, box: Tensor) -> Tensor:
-        """Return the checksum of all behind the header: [] int64, which wraps."""
-        rows = box[_HEADER_BYTES:].view(torch.int32).view(len(self._factors), -1)
-        return (rows.sum(dim=1, dtype=torch.int64) * self._factors).sum()
+        return checksum_of(box[_HEADER_BYTES:], self._factors)
+
+
+def checksum_of(content: Tensor, factors: Tensor) -> Tensor:
+    """Return the checksum of all behind a header: [] int64, which wraps."""
+    rows = content.view(torch.int32).view(len(factors), -1)
+    return (rows.sum(dim=1, dtype=torch.int64) * factors).sum()
+
+
+def content_bytes(tensors: ExpertTensors) -> int:
+    """Return the bytes of an expert as it travels, without its header."""
+    return sum(map(_padded, tensors.sizes))
 
 
 def box_bytes(tensors: ExpertTensors) -> int:
     """Return the bytes of an outbox or inbox."""
-    return _HEADER_BYTES + sum(map(_padded, tensors.sizes))
+    return _HEADER_BYTES + content_bytes(tensors)
+
+
+def _factors(content: Tensor) -> Tensor:
+    """Return a factor for each row of a content; odd, so that a row that differs at all changes the
+    sum, and unlike, so that rows have places.
+    """
+    rows = content.nbytes // _ALIGNMENT
+    return torch.arange(rows, dtype=torch.int64, device=content.device) * 2 + 1
+
+
+def _places(content: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    places, start = [], 0
+    for size in sizes:
+        places.append(content[start : start + size])
+        start += _padded(size)
+    return places
 
 
 def _padded(size: int) -> int:

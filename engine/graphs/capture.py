@@ -4,16 +4,21 @@ What is captured must have been run before (kernels compile and libraries alloca
 must neither read the device nor allocate memory that somebody outside keeps. All graphs share one
 pool of memory, because only one runs at a time; captured from the largest to the smallest, each
 fits into what the first one needed.
+
+Work of which somebody waits for a part may be captured in pieces, one graph each: what the first
+ones did can be waited for while the others run.
 """
 
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from engine.graphs.capture_errors import agree_on_capture
+from engine.kernels.fused.dependent import break_chain
+from engine.operations import do_nothing
 from engine.parallel.groups import RankGroup
 from engine.streams import Streams, StreamUse
 
@@ -33,6 +38,57 @@ class Replayable(Protocol):
     def reset(self) -> None:
         """Forget it, and what it holds: a group whose collectives it contains cannot end before."""
         ...
+
+
+WorkInPieces: TypeAlias = Callable[[Callable[[], None]], None]
+"""Work that calls what it is given between two of its pieces."""
+
+
+class ReplayableInPieces(Protocol):
+    """Does what was captured, piece by piece, on the current stream."""
+
+    def replay(self, between: Callable[[], None] = do_nothing) -> None:
+        """Issue the work; the host does not wait. Calls `between` between two pieces."""
+        ...
+
+    def reset(self) -> None:
+        """See `Replayable`."""
+        ...
+
+
+class Pieces:
+    """What was captured in several graphs, issued one behind the other."""
+
+    def __init__(self, graphs: Sequence[Replayable]) -> None:
+        """Take at least one, in the order of the work."""
+        self._graphs = tuple(graphs)
+
+    def replay(self, between: Callable[[], None] = do_nothing) -> None:
+        """See `ReplayableInPieces`."""
+        *others, last = self._graphs
+        for graph in others:
+            graph.replay()
+            between()
+        last.replay()
+
+    def reset(self) -> None:
+        """See `Replayable`."""
+        for graph in self._graphs:
+            graph.reset()
+
+
+class CalledPieces:
+    """The same work without graphs."""
+
+    def __init__(self, work: WorkInPieces) -> None:
+        self._work = work
+
+    def replay(self, between: Callable[[], None] = do_nothing) -> None:
+        """See `ReplayableInPieces`."""
+        self._work(between)
+
+    def reset(self) -> None:
+        """Nothing is held."""
 
 
 class Eager:
@@ -65,27 +121,49 @@ class Capture:
 
     def graph(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Run `work` to warm up, then capture it."""
+        (graph,) = self._capture(lambda cut: work())
+        return graph
+
+    def in_pieces(self, work: WorkInPieces) -> Pieces:
+        """Do the same with work that says where one graph is to end and the next to begin.
+
+        No stream beside the current one may have work of it then.
+        """
+        return Pieces(self._capture(work))
+
+    def _capture(self, work: WorkInPieces) -> list[torch.cuda.CUDAGraph]:
+        """Return the graphs of `work`, in order."""
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            # Other threads may use the device meanwhile: only what this thread does is checked.
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def cut() -> None:
+            graphs[-1].capture_end()
+            begin()
+            break_chain()  # in its graph the next kernel is the first one
+
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_RUNS):
-                work()
+                work(do_nothing)
             self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile: only what this thread does is checked.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            begin()
             try:
-                work()
+                work(cut)
             except BaseException:
                 with contextlib.suppress(RuntimeError):
-                    graph.capture_end()  # says once more what went wrong
+                    graphs[-1].capture_end()  # says once more what went wrong
                 raise
-            graph.capture_end()
+            graphs[-1].capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return graph
+        return graphs
 
 
 class CapturedSteps(Protocol):
-    """Steps of some sizes: `step_graphs.StepGraphs` or `suffix_graphs.SuffixGraphs`."""
+    """Steps of some sizes: `step_graphs.StepGraphs` or `chunk_graphs.ChunkGraphs`."""
 
     def capture(
         self, progress: CaptureProgress | None = None, *, group: RankGroup | None = None

@@ -23,6 +23,7 @@ as ever when they are turned on again. Legend: B sequences, R = K + 1 rows of ea
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,20 @@ from engine.model.spec import DraftingModel
 from engine.sampling.accepted import AcceptedTokens, PendingAccepted
 from engine.sampling.graph_sampler import GraphSampler, SamplingRows, SamplingStage
 from engine.sampling.token_mask import NO_DRAFT, TokenMask, mask_tokens
+
+
+class _RowsOfStep(NamedTuple):
+    """What the parts of a step share.
+
+    Attributes:
+        load: of the inputs that it was made of, and the bucket.
+        sequences: of the step.
+        batch: their rows that verify.
+    """
+
+    load: tuple[int, int]
+    sequences: DraftedSequences
+    batch: ForwardBatch
 
 
 class DraftState:
@@ -101,6 +116,9 @@ class DraftingBody:
         self._state = state or DraftState(
             static, sampler, max_drafts=num_drafts, device=kv_pool.device
         )
+        # Each part of a captured step makes these for itself.
+        self._is_called = kv_pool.device.type == "cpu"
+        self._made: _RowsOfStep | None = None
 
     @property
     def drafts_SK(self) -> Tensor:
@@ -109,11 +127,11 @@ class DraftingBody:
 
     def prepare(self, bucket: int) -> None:
         """See `StepBody`."""
-        self._state.keep_room(self._model.forward(self._verifying(bucket), self._kv_pool))
+        self._state.keep_room(self._model.forward(self._rows_of(bucket).batch, self._kv_pool))
 
     def run_model(self, bucket: int) -> None:
         """See `StepBody`."""
-        hidden = self._model.forward(self._verifying(bucket), self._kv_pool)
+        hidden = self._model.forward(self._rows_of(bucket).batch, self._kv_pool)
         self._state.hidden[: len(hidden)].copy_(hidden)
 
     def run_head(self, bucket: int, stage: SamplingStage, mask: TokenMask | None = None) -> None:
@@ -125,7 +143,7 @@ class DraftingBody:
         if mask is not None:
             mask_tokens(logits[:, : self._sampler.vocab_size], mask)
         logits_BRV = logits.view(bucket, num_rows, -1)
-        drafts = self._drafted(bucket).usable_drafts()
+        drafts = self._rows_of(bucket).sequences.usable_drafts()
         if mask is not None and mask.drafts is not None:
             drafts = mask.drafts.leave(drafts)
         rows = self._sampling_rows(bucket)
@@ -147,17 +165,17 @@ class DraftingBody:
 
     def run_drafts(self, bucket: int, stage: SamplingStage) -> None:
         """See `StepBody`."""
-        sequences = self._drafted(bucket)
+        made = self._rows_of(bucket)
+        sequences, batch = made.sequences, made.batch
         rows, counts = self._sampling_rows(bucket), self._state.counts[:bucket]
-        tokens, batch = self._state.tokens[:bucket, : self._num_rows], sequences.verifying()
+        tokens = self._state.tokens[:bucket, : self._num_rows]
         hidden, next_ids = self._state.hidden[: batch.num_tokens], tokens.flatten()
         if self._num_rows == 1:
             self._model.remember_mtp(hidden, next_ids, batch, self._kv_pool)
             self._state.drafts_SK.index_fill_(0, rows.slot, NO_DRAFT)
             return
-        hidden = self._run_layer(hidden, next_ids, batch)
         last = torch.arange(bucket, device=counts.device) * self._num_rows + counts - 1
-        hidden = hidden.index_select(0, last)
+        hidden = self._run_layer(hidden, next_ids, batch).index_select(0, last)
         drafts: list[Tensor] = []
         for behind in range(self._num_rows - 1):
             if behind:
@@ -199,11 +217,16 @@ class DraftingBody:
         logits = self._model.compute_logits(self._state.hidden.index_select(0, rows))
         return logits[:, : self._sampler.vocab_size]
 
-    def _verifying(self, bucket: int) -> ForwardBatch:
-        return self._drafted(bucket).verifying()
-
-    def _drafted(self, bucket: int) -> DraftedSequences:
-        return self._static.drafted(bucket, self.drafts_SK[:, : self._num_rows - 1])
+    def _rows_of(self, bucket: int) -> _RowsOfStep:
+        """Return the rows of the step whose inputs are loaded; where steps are called, made once."""
+        load = self._static.num_loads, bucket
+        if self._made is None or self._made.load != load:
+            sequences = self._static.drafted(bucket, self.drafts_SK[:, : self._num_rows - 1])
+            made = _RowsOfStep(load=load, sequences=sequences, batch=sequences.verifying())
+            if not self._is_called:
+                return made
+            self._made = made
+        return self._made
 
     def _sampling_rows(self, bucket: int) -> SamplingRows:
         """Return what the sampler is told of the first row of each sequence."""

@@ -87,7 +87,11 @@ class DecodeInputs:
 
 
 class StaticInputs:
-    """Buffers for up to `max_num_seqs` sequences of up to `max_num_blocks` blocks."""
+    """Buffers for up to `max_num_seqs` sequences of up to `max_num_blocks` blocks.
+
+    Attributes:
+        num_loads: how often a step's inputs were copied in; tells one step from the next.
+    """
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class StaticInputs:
         self._has_counts = False
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._num_seqs = torch.zeros(1, dtype=torch.int64, device=device)
+        self.num_loads = 0
 
     def load(self, inputs: DecodeInputs, bucket: int) -> None:
         """Copy a step's inputs in, padded to `bucket` rows; the host does not wait.
@@ -120,6 +125,7 @@ class StaticInputs:
         What the tables hold beyond the columns that come stays: ids that were a block once, and
         that nobody follows, because no sequence is so long.
         """
+        self.num_loads += 1
         num_seqs, width = inputs.block_tables.shape
         assert num_seqs <= bucket <= self.max_num_seqs
         assert width <= self.max_num_blocks, "a sequence beyond max_model_len"

@@ -28,6 +28,7 @@ from engine.parallel.deep_ep_buffers import (
     peers_alive,
 )
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
+from engine.parallel.deep_ep_waits import WaitCosts
 from engine.parallel.groups import RankGroup
 from runtime.errors import ConfigError
 
@@ -101,7 +102,7 @@ def open_normal_buffer(group: RankGroup, shape: NormalShape) -> NormalBuffer:
 
 
 def open_low_latency_buffer(
-    group: RankGroup, shape: LowLatencyShape, *, top_k: int
+    group: RankGroup, shape: LowLatencyShape, *, top_k: int, records: bool = False
 ) -> LowLatencyBuffer:
     """Open the buffer of a process group on this rank's current GPU; all ranks call.
 
@@ -109,6 +110,7 @@ def open_low_latency_buffer(
         group: all ranks of the instance.
         shape: equal on all ranks.
         top_k: experts per token.
+        records: whether the kernels count how long they wait for whom.
 
     Raises:
         ConfigError: the library is not there, or does not take these sizes.
@@ -136,7 +138,9 @@ def open_low_latency_buffer(
         shape.max_tokens_per_rank,
         num_bytes,
     )
-    return LowLatencyBuffer(buffer, shape)
+    device = torch.device("cuda", torch.cuda.current_device())
+    costs = WaitCosts(shape.num_ranks, shape.num_local_experts, device) if records else None
+    return LowLatencyBuffer(buffer, shape, costs)
 
 
 def _load() -> ModuleType:

@@ -23,6 +23,7 @@ from torch import Tensor
 from engine.formats.fp8_rows import Fp8Rows
 from engine.invariants import require_in_turn
 from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
+from engine.parallel.deep_ep_waits import WaitCosts
 from engine.parallel.pending import Deferred, Pending
 from runtime.errors import PeerLostError
 
@@ -89,6 +90,8 @@ class LibraryBuffer(Protocol):
         *,
         use_fp8: bool,
         return_recv_hook: bool,
+        cumulative_local_expert_recv_stats: Tensor | None,
+        dispatch_wait_recv_cost_stats: Tensor | None,
     ) -> tuple[Received, Tensor, LibraryHandle, LibraryEvent, Callable[[], None]]: ...
 
     def low_latency_combine(  # noqa: D102
@@ -99,6 +102,7 @@ class LibraryBuffer(Protocol):
         handle: LibraryHandle,
         *,
         return_recv_hook: bool,
+        combine_wait_recv_cost_stats: Tensor | None,
     ) -> tuple[Tensor, LibraryEvent, Callable[[], None]]: ...
 
 
@@ -240,10 +244,16 @@ class LowLatencyBuffer:
     The library alternates between two halves of its memory, and each sending clears the flags of
     the other half: a sending must therefore follow the receiving of the one before it. The order is
     checked here, because breaking it hangs all ranks.
+
+    Attributes:
+        shape: of the transfers.
+        costs: what the kernels count of their waits; None for nothing.
     """
 
-    def __init__(self, library: LibraryBuffer, shape: LowLatencyShape) -> None:
-        self.shape = shape
+    def __init__(
+        self, library: LibraryBuffer, shape: LowLatencyShape, costs: WaitCosts | None = None
+    ) -> None:
+        self.shape, self.costs = shape, costs
         self._library = library
         self._under_way = ""
 
@@ -255,6 +265,7 @@ class LowLatencyBuffer:
             topk_ids_TK: [T, K] int64 physical experts, -1 for none.
         """
         self._send("dispatch")
+        costs = self.costs
         (data, scale), counts, handle, _, hook = self._library.low_latency_dispatch(
             hidden_TD.contiguous(),
             topk_ids_TK.contiguous(),
@@ -262,6 +273,8 @@ class LowLatencyBuffer:
             self.shape.num_experts,
             use_fp8=True,
             return_recv_hook=True,
+            cumulative_local_expert_recv_stats=None if costs is None else costs.rows_L,
+            dispatch_wait_recv_cost_stats=None if costs is None else costs.dispatch_R,
         )
 
         def receive() -> Masked:
@@ -292,6 +305,7 @@ class LowLatencyBuffer:
             topk_weights_TK.contiguous(),
             handle,
             return_recv_hook=True,
+            combine_wait_recv_cost_stats=None if self.costs is None else self.costs.combine_R,
         )
 
         def receive() -> Tensor:

@@ -24,6 +24,7 @@ import numpy as np
 from engine.parallel.device_waits import DeviceWaits, WaitReading
 from engine.parallel.rank_flags import RankFlags
 from runtime.rank_waits import STEPS_OF_BLOCK, Floats, Phase, RankBlock
+from runtime.robust import middle_mean
 
 KEPT_BLOCKS: Final = 10
 """For a reader that comes once a second."""
@@ -35,6 +36,7 @@ class _Step:
 
     waits_s: Floats
     own_s: Floats
+    first_waits_s: Floats | None = None
     num_rows: int = 0
     num_tokens: int = 0
     num_context_tokens: int = 0
@@ -53,7 +55,9 @@ class _Step:
         if self.reading is not None:
             found = self.reading.take()
             # So far there is the host's part alone, of which all is of the first phase.
-            self.waits_s = found.waits_s + np.minimum(self.waits_s, found.idle_s)
+            meeting_s = np.minimum(self.waits_s, found.idle_s)
+            self.waits_s = found.waits_s + meeting_s
+            self.first_waits_s = found.first_s + meeting_s
             self.own_s = found.own_s + np.minimum(self.own_s, found.idle_s)
             idle_s = min(found.idle_s, float(found.own_s[Phase.FIRST]))
             self.own_s[Phase.FIRST] -= idle_s  # no work of the device
@@ -180,10 +184,13 @@ class WaitRecorder:
     def _finished_block(self) -> RankBlock:
         steps = self._of_block
         own = np.array([step.own_s for step in steps])  # [steps, P]
+        waits = [step.waits_s for step in steps]
+        firsts = [step.first_waits_s for step in steps if step.first_waits_s is not None]
         return RankBlock(
             number=self._num_steps // STEPS_OF_BLOCK - 1,
-            waits_s=np.median([step.waits_s for step in steps], axis=0).tolist(),
-            own_s=np.median(own, axis=0).tolist(),
+            waits_s=middle_mean(np.array(waits), 0).tolist(),
+            first_waits_s=middle_mean(np.array(firsts), 0).tolist() if firsts else (),
+            own_s=middle_mean(own, 0).tolist(),
             own_mean_s=own.mean(axis=0).tolist(),
             num_rows=sum(step.num_rows for step in steps) / STEPS_OF_BLOCK,
             num_tokens=sum(step.num_tokens for step in steps) / STEPS_OF_BLOCK,

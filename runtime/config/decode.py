@@ -59,6 +59,9 @@ class DecodeSection:
     rebalance_min_gain: float = 0.02
     """Share by which steps, or with "rows" the slowest ranks, must become faster by the plan for
     experts to move."""
+    rebalance_host_gib: float = 0.0
+    """Host memory that each rank may fill with copies of experts, so that those that move come from
+    there and not from a rank that serves, as many whole layers as fit; 0: none."""
     expert_load: str = ""
     """A recording of what the experts of decode get (``tandem experts record``), by which they are
     placed at the start; the same file on all hosts. Empty: in order."""
@@ -71,12 +74,13 @@ class DecodeSection:
     """Tokens that the checkpoint's layer for multi-token prediction drafts for each request and
     step, 0 to 3, which the next step verifies: the text is the same, the steps are fewer. Each
     counts as a token of ``max_tokens_per_rank``. "auto": before every step as many as the most
-    tokens per second are expected of, none included, and as there is room for. 0: none, and the
-    layer is not loaded. Either 0 or not in the configurations of all workers that pair."""
+    tokens per second are expected of, none included, and as there is room for; none ever, where the
+    checkpoint has no such layer, or ``device_memory_gib`` no room for it. 0: none, and the layer is
+    not loaded. Either 0 or not in the configurations of all workers that pair."""
     record_waits: str = "auto"
     """Record how long the ranks of an instance wait for one another, and tell the router, which
     finds slow ranks and links: "on", "off", or "auto" (on). Of exchanges on GPUs "nvlink" is
-    recorded; with another one only slow hosts are found there."""
+    recorded, and "deep-ep" with "on"; else only slow hosts are found there."""
     device_memory_gib: float = 0.0
     """Memory of one GPU, to check before the start that a rank fits; 0: not checked."""
     step_timeout_s: float = 30.0

@@ -37,6 +37,9 @@ class PrefillSection:
     rebalance_min_gain: float = 0.02
     """Share by which steps, or with "rows" the slowest ranks, must become faster by the plan for
     experts to move."""
+    rebalance_host_gib: float = 0.0
+    """Host memory that each rank may fill with copies of experts, so that those that move come from
+    there and not from a rank that serves, as many whole layers as fit; 0: none."""
     expert_load: str = ""
     """A recording of what the experts of prefill get (``tandem experts record``), by which they are
     placed at the start; the same file on all hosts. Empty: in order."""

@@ -98,6 +98,11 @@ class RebalancedSection(Protocol):
         """As both sections say."""
         ...
 
+    @property
+    def rebalance_host_gib(self) -> float:
+        """As both sections say."""
+        ...
+
 
 def check_rebalance(role: str, section: RebalancedSection) -> None:
     """Raise ConfigError for a field of what moves experts that cannot be."""
@@ -105,6 +110,11 @@ def check_rebalance(role: str, section: RebalancedSection) -> None:
     one_of(f"{role}.rebalance_objective", section.rebalance_objective, ("time", "rows"))
     at_least(f"{role}.rebalance_interval_steps", section.rebalance_interval_steps, 1)
     at_least(f"{role}.rebalance_min_gain", section.rebalance_min_gain, 0.0)
+    path, gib = f"{role}.rebalance_host_gib", section.rebalance_host_gib
+    at_least(path, gib, 0.0)
+    if gib and section.rebalance_experts == "off":
+        problem = f'copies of experts that {role}.rebalance_experts = "off" never moves'
+        raise ConfigError(path, gib, problem, f'0, or {role}.rebalance_experts = "on"')
 
 
 def _check_memory(role: str, section: WorkerSection) -> None:

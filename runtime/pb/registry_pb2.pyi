@@ -110,7 +110,7 @@ class DraftCounts(_message.Message):
     def __init__(self, num_verifications: _Optional[int] = ..., verified: _Optional[_Iterable[int]] = ..., accepted: _Optional[_Iterable[int]] = ..., budget: _Optional[int] = ...) -> None: ...
 
 class RankBlock(_message.Message):
-    __slots__ = ("number", "waits_s", "own_s", "own_mean_s", "num_rows", "num_tokens", "num_context_tokens")
+    __slots__ = ("number", "waits_s", "own_s", "own_mean_s", "num_rows", "num_tokens", "num_context_tokens", "first_waits_s")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WAITS_S_FIELD_NUMBER: _ClassVar[int]
     OWN_S_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class RankBlock(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_WAITS_S_FIELD_NUMBER: _ClassVar[int]
     number: int
     waits_s: _containers.RepeatedScalarFieldContainer[float]
     own_s: _containers.RepeatedScalarFieldContainer[float]
@@ -125,7 +126,8 @@ class RankBlock(_message.Message):
     num_rows: float
     num_tokens: float
     num_context_tokens: float
-    def __init__(self, number: _Optional[int] = ..., waits_s: _Optional[_Iterable[float]] = ..., own_s: _Optional[_Iterable[float]] = ..., own_mean_s: _Optional[_Iterable[float]] = ..., num_rows: _Optional[float] = ..., num_tokens: _Optional[float] = ..., num_context_tokens: _Optional[float] = ...) -> None: ...
+    first_waits_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, number: _Optional[int] = ..., waits_s: _Optional[_Iterable[float]] = ..., own_s: _Optional[_Iterable[float]] = ..., own_mean_s: _Optional[_Iterable[float]] = ..., num_rows: _Optional[float] = ..., num_tokens: _Optional[float] = ..., num_context_tokens: _Optional[float] = ..., first_waits_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RankPicture(_message.Message):
     __slots__ = ("instance", "num_ranks", "step_s", "wait_shares", "findings")

@@ -247,7 +247,7 @@ def any_budget(max_drafts: int, max_num_seqs: int, seed: int) -> DraftBudget:
     """A budget whose number is another one before every step."""
     choices = DraftChoices.up_to(max_drafts, max_rows=0)
     sizes = range(1, max_num_seqs + 1)
-    costs = imagined_costs(sizes, dict.fromkeys(sizes, max_drafts))
+    costs = imagined_costs(sizes, dict.fromkeys(sizes, max_drafts), 5)
     budget = DraftBudget(choices, sizes, costs)
     budget._rule = _AnyNumber(seed)  # type: ignore[assignment]
     return budget

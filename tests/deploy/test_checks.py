@@ -188,15 +188,28 @@ def test_data_parallel_prefill_ranks_need_devices_too(tmp_path: Path) -> None:
     check_config(config, num_devices=4)
 
 
-@pytest.mark.parametrize("wanted", [1, "auto"])
-def test_drafts_of_a_checkpoint_that_makes_none_are_refused(
-    tmp_path: Path, wanted: int | str
-) -> None:
-    config = with_section(fake_config(tmp_path), "decode", num_speculative_tokens=wanted)
+def test_drafts_of_a_checkpoint_that_makes_none_are_refused(tmp_path: Path) -> None:
+    config = with_section(fake_config(tmp_path), "decode", num_speculative_tokens=1)
     write_model(tmp_path, num_nextn_predict_layers=1)
     check_config(config, num_devices=0)
     write_model(tmp_path, num_nextn_predict_layers=0)
     assert refused(config).path == "decode.num_speculative_tokens"
+
+
+@pytest.mark.parametrize(("num_layers", "decided"), [(1, "auto"), (0, 0)])
+def test_auto_is_none_where_the_checkpoint_has_no_layer(
+    tmp_path: Path, num_layers: int, decided: int | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And what runs without drafts is refused for nothing else."""
+    config = with_section(fake_config(tmp_path), "decode", num_speculative_tokens="auto")
+    write_model(tmp_path, num_nextn_predict_layers=num_layers)
+    with caplog.at_level("INFO", logger="deploy.drafts"):
+        resolved = resolve_config(config)
+    assert resolved.decode.num_speculative_tokens == decided
+    check_config(resolved, num_devices=0)
+    assert resolve_config(resolved) == resolved
+    told = [record.getMessage() for record in caplog.records if "no drafts" in record.getMessage()]
+    assert len(told) == (decided == 0)
 
 
 @pytest.mark.parametrize("count", [-1, 4])

@@ -117,6 +117,41 @@ def test_as_many_blocks_as_fit_are_within_the_share(checkpoint: Path) -> None:
     assert "decode.gpu_memory_fraction" in caught.value.fix
 
 
+def test_auto_drafts_never_refuse_what_fits_without_them(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The layer, its KV and three times as many graphs take room that the file may have given."""
+    plain = plan_decode_memory(load("ep16", checkpoint), DEEPSEEK_V3)
+    drafting = load("ep16", checkpoint, num_speculative_tokens="auto")
+    with_layer = plan_decode_memory(drafting, DEEPSEEK_V3)
+    assert drafting.decode.num_speculative_tokens == "auto"
+    assert plain is not None
+    assert with_layer is not None
+    most, fewer = plain.num_blocks, with_layer.num_blocks
+    assert fewer < most
+
+    full = load("ep16", checkpoint, num_speculative_tokens="auto", num_blocks=most)
+    assert full == load("ep16", checkpoint, num_blocks=most), "as if drafts were not asked for"
+    check_config(full, num_devices=24)
+    asked = {"num_speculative_tokens": 1, "max_num_seqs": 64, "num_blocks": most}
+    with pytest.raises(ConfigError, match=r"decode\.num_blocks"):
+        check_config(load("ep16", checkpoint, **asked), num_devices=24)
+    # What does not fit without them either is refused as it was asked for.
+    far = load("ep16", checkpoint, num_speculative_tokens="auto", num_blocks=most + 1)
+    assert far.decode.num_speculative_tokens == "auto"
+    with pytest.raises(ConfigError, match=r"decode\.num_blocks"):
+        check_config(far, num_devices=24)
+
+    text = (H200 / "ep16.toml").read_text(encoding="utf-8")
+    text = text.replace("/models/DeepSeek-V3", str(checkpoint))
+    text = text.replace("[decode]", '[decode]\nnum_speculative_tokens = "auto"')
+    for blocks, shown in ((most, "none: with them decode.num_blocks"), (fewer, "as many as pay")):
+        path = tmp_path / f"{blocks}.toml"
+        path.write_text(text.replace("num_blocks = 16250", f"num_blocks = {blocks}"))
+        assert main(["validate", str(path), "--devices", "24"]) == 0
+        assert f"drafts       {shown}" in capsys.readouterr().out
+
+
 def test_nothing_is_checked_without_the_devices_memory(checkpoint: Path) -> None:
     config = load("ep16", checkpoint, device_memory_gib=0.0, num_blocks=10**6)
     assert plan_decode_memory(config, DEEPSEEK_V3) is None

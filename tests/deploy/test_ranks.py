@@ -5,11 +5,12 @@ from __future__ import annotations
 from bench.ranks.played import Fault, play
 from deploy.commands.ranks import SHOWN_RANKS, render
 from runtime.rank_picture import describe, picture_of
+from runtime.slow_ranks import find_slow
 
 
 def text_of(num_ranks: int, fault: Fault) -> str:
     (window,) = play(1, num_ranks, fault, seed=6)
-    return render([describe(picture_of("decode-0", window))])
+    return render([describe(picture_of("decode-0", window, find_slow(window)))])
 
 
 def test_the_matrix_and_the_findings_are_printed() -> None:

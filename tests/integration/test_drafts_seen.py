@@ -18,7 +18,8 @@ GENERATED = "pd_decode_generated_tokens_total"
 ACCEPTED = "pd_decode_accepted_tokens_total"
 VERIFIED = "pd_decode_draft_tokens_total"
 STEPS = "pd_decode_step_seconds_count"
-NAMES = (GENERATED, ACCEPTED, VERIFIED, STEPS, "pd_decode_draft_budget_steps_total")
+ROWS = "pd_decode_batch_size_sum"
+NAMES = (GENERATED, ACCEPTED, VERIFIED, STEPS, ROWS, "pd_decode_draft_budget_steps_total")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +74,38 @@ def test_accepted_drafts_and_steps_are_the_tokens(
     num_steps = max_tokens - 1 - accepted
     assert num_steps <= grown[STEPS] <= num_steps + 1
     assert grown["pd_decode_draft_budget_steps_total"] == grown[STEPS]
+
+
+def test_the_first_step_behind_a_hand_over_verifies_the_draft_of_prefill(
+    cluster: Cluster, client: openai.OpenAI
+) -> None:
+    """Of three tokens prefill gives one; where its draft is right one step gives both others.
+
+    Where it is wrong another step gives the last one, behind which no draft is wanted. So every
+    draft that is counted is one that came with the KV: one of each request, though decode has room
+    for two.
+    """
+    before, pieces = counted(cluster), PROMPT * 3
+    counts = [
+        told(
+            client.completions.create(
+                model=MODEL,
+                prompt=pieces[: 20 + 2 * place],
+                temperature=float(place % 2),
+                seed=place,
+                max_tokens=3,
+                extra_body={"ignore_eos": True},
+            ).usage
+        )
+        for place in range(12)
+    ]
+    grown = {name: value - before[name] for name, value in counted(cluster).items()}
+    assert [accepted + rejected for accepted, rejected in counts] == [1] * 12
+    num_right = sum(accepted for accepted, _ in counts)
+    assert 2 < num_right < 12
+    # One step for those whose draft was right, two for the others.
+    assert grown[GENERATED] == 24
+    assert grown[ROWS] == 24 - num_right
 
 
 def test_choices_are_added_up(cluster: Cluster, client: openai.OpenAI) -> None:

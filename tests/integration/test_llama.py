@@ -34,7 +34,8 @@ CONFIGS = {
     "one-to-one": (PrefillSection(max_num_batched_tokens=96, num_blocks=64), DecodeSection()),
     "tp2-to-dp2": (
         PrefillSection(tp=2, max_num_batched_tokens=96, num_blocks=64),
-        DecodeSection(dp=2, num_blocks=64),
+        # Drafts that there cannot be: of this architecture both roles have none.
+        DecodeSection(dp=2, num_blocks=64, num_speculative_tokens="auto"),
     ),
 }
 

@@ -26,6 +26,7 @@ MOVING = DecodeSection(
 )
 DECODES = {
     "plain": MOVING,
+    "from-host-memory": replace(MOVING, rebalance_host_gib=0.5),
     "ahead-with-drafts": DecodeSection(
         dp=2,
         num_blocks=128,
@@ -75,6 +76,8 @@ def test_tokens_stay_while_experts_move(
             metric = f"pd_expert_rebalance_{counter}_total"
             assert cluster.metric("decode-0", metric) >= least, metric
         assert cluster.metric("decode-0", "pd_expert_rebalance_retreats_total") == 0
+        from_host = cluster.metric("decode-0", "pd_expert_rebalance_host_moves_total")
+        assert bool(from_host) == bool(config.decode.rebalance_host_gib)
     assert cluster.marked_processes() == []
 
 

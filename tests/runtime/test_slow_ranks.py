@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bench.ranks.detection import CASES, Case, places_of
 from bench.ranks.played import Fault, Timing, play
+from runtime.rank_picture import words_of
 from runtime.rank_waits import BLOCKS_OF_WINDOW, Phase, RankBlock, WaitWindow, window_of
 from runtime.slow_ranks import SlowKind, find_slow, worst
 
@@ -71,6 +72,7 @@ def test_the_scale_of_time_does_not_matter() -> None:
     slower = replace(
         window,
         waits_s=window.waits_s * 1000,
+        first_waits_s=window.first_waits_s * 1000,
         own_s=window.own_s * 1000,
         own_mean_s=window.own_mean_s * 1000,
     )
@@ -85,6 +87,7 @@ def test_the_numbers_of_ranks_do_not_matter(order: list[int], seed: int) -> None
     (window,) = play(1, 4, Fault(ranks=(0,), attention=1.1), seed=seed)
     shuffled = WaitWindow(
         waits_s=window.waits_s[:, :, order][:, :, :, order],
+        first_waits_s=window.first_waits_s[:, :, order][:, :, :, order],
         own_s=window.own_s[:, :, order],
         own_mean_s=window.own_mean_s[:, :, order],
         num_rows=window.num_rows[:, order],
@@ -128,6 +131,7 @@ def test_two_causes_of_two_ranks_are_both_there_the_worse_first() -> None:
     both = replace(
         slow,
         waits_s=np.maximum(slow.waits_s, late.waits_s),
+        first_waits_s=np.maximum(slow.first_waits_s, late.first_waits_s),
         own_s=np.maximum(slow.own_s, late.own_s),
         own_mean_s=np.maximum(slow.own_mean_s, late.own_mean_s),
     )
@@ -147,6 +151,7 @@ def test_one_rank_alone_has_nobody_to_wait_for() -> None:
     alone = replace(
         window,
         waits_s=window.waits_s[:, :, :1, :1],
+        first_waits_s=window.first_waits_s[:, :, :1, :1],
         own_s=window.own_s[:, :, :1],
         own_mean_s=window.own_mean_s[:, :, :1],
     )
@@ -193,3 +198,61 @@ def test_a_window_tells_waits_as_shares_of_a_step() -> None:
     assert shares[[0, 1, 3], 2].min() > shares[:, [0, 1, 3]].max()
     assert shares.min() >= 0.0
     assert shares.max() < 1.0
+
+
+@pytest.mark.parametrize("receiver", [0, 3])
+def test_a_link_that_carries_slowly_is_told_from_its_first_bytes(receiver: int) -> None:
+    fault = Fault(ranks=(receiver,), source=2, carry_s=6e-6)
+    for window in play(10, 4, fault, seed=5):
+        (finding,) = find_slow(window)
+        assert (finding.kind, finding.rank, finding.source) == (SlowKind.LINK, receiver, 2)
+        assert finding.evidence["first_dispatch_s"] < 0.5 * finding.evidence["wait_dispatch_s"]
+        assert "first bytes come in time" in words_of(finding)
+
+
+def test_a_link_that_begins_late_says_so() -> None:
+    (window,) = play(1, 4, Fault(ranks=(0,), source=2, link_s=12e-6), seed=5)
+    (finding,) = find_slow(window)
+    assert "late from the first byte on" in words_of(finding)
+
+
+def test_all_links_of_a_source_that_carry_slowly_are_links_and_no_slow_sender() -> None:
+    """Waits alone say nothing of it: the others all wait alike, as for a rank that computes."""
+    fault = Fault(ranks=(0, 1, 3), source=2, carry_s=6e-6)
+    for window in play(10, 4, fault, seed=5):
+        links = {(SlowKind.LINK, receiver, 2) for receiver in (0, 1, 3)}
+        assert places_of(find_slow(window)) == links
+        assert find_slow(replace(window, first_waits_s=window.waits_s)) == []
+
+
+def test_a_slow_sender_sends_its_first_late_and_none_of_its_links_is_blamed() -> None:
+    for window in play(10, 4, Fault(ranks=(2,), attention=1.2), seed=5):
+        (finding,) = find_slow(window)
+        assert finding.kind is SlowKind.SENDER
+        assert finding.evidence["late_dispatch_s"] > 0.5 * finding.evidence["excess_s"]
+
+
+def test_a_slow_link_makes_nobody_late_by_first_flags() -> None:
+    """Two links of one source carry slowly, and its own work is a little longer than others'."""
+    fault = Fault(ranks=(0, 1), source=2, carry_s=12e-6, attention=1.0)
+    (window,) = play(1, 4, fault, seed=5)
+    own = window.own_s.copy()
+    own[:, Phase.DISPATCH, 2] *= 1.05
+    by_first = find_slow(replace(window, own_s=own))
+    assert all(found.kind is SlowKind.LINK for found in by_first)
+    by_last = find_slow(replace(window, own_s=own, first_waits_s=window.waits_s))
+    assert (SlowKind.SENDER, 2, -1) in places_of(by_last)
+
+
+def test_more_rows_that_slow_the_rest_of_the_rank_down_are_one_finding() -> None:
+    """As four H200 recorded it: experts with more rows, and more work before dispatch too."""
+    (window,) = play(1, 4, Fault(ranks=(3,), rows=1.42, attention=1.25), seed=5)
+    (finding,) = find_slow(window)
+    assert finding.kind is SlowKind.RECEIVER
+    assert finding.evidence["late_dispatch_s"] > 0.0
+
+
+def test_a_rank_with_more_rows_that_sends_later_than_they_explain_is_a_slow_sender_too() -> None:
+    (window,) = play(1, 4, Fault(ranks=(3,), rows=1.4, attention=1.5), seed=5)
+    kinds = {finding.kind for finding in find_slow(window)}
+    assert kinds == {SlowKind.RECEIVER, SlowKind.SENDER}

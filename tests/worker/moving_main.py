@@ -4,7 +4,8 @@ Usage: python -m tests.worker.moving_main RANK WORLD PORT CHECKPOINT OUTPUT MODE
 
 MODE: "standing" (nothing moves), "random" (placements drawn anew, one after another), "planned" (by
 what experts get), "faults" (as random, over a wire that loses, tears and delays), "kill" (as
-random, and the last rank dies). Writes tokens of all turns and what moved as JSON.
+random, and the last rank dies), "host" (as random, from each rank's own host memory), "half" (the
+same of one layer of two). Writes tokens of all turns and what moved as JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from engine.experts.side_thread import SideThread
 from engine.experts.votes import ExpertTurns, StandingExperts
 from engine.experts.windows import LoadWindows
 from engine.layers.moe import MoE
+from engine.options import EngineOptions, KVOptions, TokenSteps
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, agree_on_epoch, init_process_groups
 from engine.parallel.lockstep import GroupLockstep, RankState
@@ -49,7 +51,17 @@ from worker.expert_carrier import TransportCarrier
 
 NUM_EXPERTS, NUM_TOKENS = 8, 24
 FAULTS = "drop=0.03,fail=0.04,partial=0.04,late=0.04@0.3,delay=0.1@0.02,seed=4"
+HOST_BYTES = {"host": 1_000_000, "half": 300_000}
+"""An expert takes 25 KB, and a layer 197 KB."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
+
+
+def options_of(mode: str) -> EngineOptions | None:
+    """Return what a mode holds in host memory."""
+    if mode not in HOST_BYTES:
+        return None
+    kv, gib = KVOptions(num_blocks=64), HOST_BYTES[mode] / 2**30
+    return EngineOptions(steps=TokenSteps(), kv=kv, rebalance_host_gib=gib)
 
 
 def skew(model: torch.nn.Module) -> None:
@@ -105,7 +117,8 @@ class Rank:
             self._move(placements, epoch)
 
     def _move(self, placements: ExpertPlacements, epoch: int) -> None:
-        moves = open_moves(self.model, placements, Streams(torch.device("cpu")))
+        streams = Streams(torch.device("cpu"))
+        moves = open_moves(self.model, placements, streams, options_of(self.mode))
         assert moves is not None
         self.side = SideThread("moves")
         names = [peer_name("decode-0", epoch, rank) for rank in range(self.groups.dims.dp)]
@@ -126,6 +139,7 @@ class Rank:
             planner_of(self.mode, moves, self.side, self.windows),
             rank=self.groups.rank,
             num_ranks=self.groups.dims.dp,
+            host=moves.host,
             options=RebalanceOptions(
                 interval_steps=4, turn_timeout_s=2.0 if self.mode == "faults" else 30.0
             ),
@@ -201,6 +215,7 @@ def main() -> None:
             "retreats": counts.num_retreats,
             "plans": counts.num_plans,
             "moves": counts.num_moves,
+            "host_moves": counts.num_host_moves,
             "problem": body.rebalancer.problem,
             "threads": len(sys._current_frames()),
         }

@@ -49,13 +49,16 @@ def test_text_is_that_of_ranks_whose_experts_stand(
     world: int, checkpoint: Path, tmp_path: Path
 ) -> None:
     expected = [rank["tokens"] for rank in run_ranks(world, checkpoint, tmp_path, "standing")]
-    for mode in ("random", "planned", "faults"):
+    for mode in ("random", "planned", "faults", "host", "half"):
         ranks = run_ranks(world, checkpoint, tmp_path, mode)
         assert [rank["tokens"] for rank in ranks] == expected, mode
         assert len({rank["epoch"] for rank in ranks}) == 1
         assert ranks[0]["epoch"] > 0, mode
         assert all(rank["problem"] == "" for rank in ranks), mode
         assert bool(ranks[0]["retreats"]) == (mode == "faults"), mode
+        fetched, moved = sum(rank["host_moves"] for rank in ranks), ranks[0]["moves"]
+        assert bool(fetched) == (mode in ("host", "half")), mode
+        assert fetched < moved or mode == "host"
 
 
 @pytest.mark.slow

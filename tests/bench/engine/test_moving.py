@@ -108,6 +108,24 @@ def test_text_is_that_of_experts_that_stand(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_text_is_that_of_experts_that_come_from_host_memory(tmp_path: Path) -> None:
+    log, on = tmp_path / "log.npz", "--set decode.rebalance_experts=on"
+    how = "--set decode.rebalance_objective=rows --set decode.rebalance_min_gain=0"
+    every = "--set decode.rebalance_interval_steps=10"
+    _, moving = rows(
+        tmp_path,
+        f"{DECODE} {every} --seconds 0.1 --min-steps 60 --step-log {log}",
+        f"{DECODE} {every} {on} {how} --set decode.rebalance_host_gib=0.5 --seconds 4 "
+        f"--same-text-as {log}",
+    )
+    moves = moving["experts"]["moves"]
+    assert moves["experts_from_host"] > 0
+    assert (moves["retreats"], moves["problem"]) == (0, "")
+    assert moving["text"]["compared"]["differing_tokens"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_recording_of_a_skew_evens_prefill(tmp_path: Path) -> None:
     load, every = tmp_path / "skew.npz", "--seconds 0.1 --set prefill.rebalance_interval_steps=8"
     recorded, placed = rows(

@@ -64,6 +64,7 @@ def test_blocks_travel_as_numbers() -> None:
         num_rows=12.0,
         num_tokens=13.0,
         num_context_tokens=14.0,
+        first_waits_s=[[0.0, 0.5], [1.0, 1.5], [2.0, 2.5]],
     )
     assert _block_of(_numbers_of(block), 2) == block
 
@@ -75,7 +76,8 @@ def test_a_fault_is_found_among_processes(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     words = (
         "--device cpu --model-shape tiny --layers 3 --shard-of 0 --batch 2 --context-lens 64-80 "
-        "--turns 1 --seconds 0.1 --quiet 0 --windows 1 --attention 4 --faults attention --json"
+        "--turns 1 --seconds 0.1 --quiet 0 --windows 1 --usual-steps 104 --attention 4 "
+        "--faults attention --json"
     )
     command = [sys.executable, "-m", "bench.ranks.gpus", *words.split(), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)

@@ -74,6 +74,25 @@ def test_what_a_change_takes(
     check_can_change(changes)
 
 
+@pytest.mark.parametrize(("old", "new"), [(0, 1), (0, "auto"), (3, 0)])
+def test_drafts_or_none_cannot_change_as_both_roles_have_the_layer_or_not(
+    old: int | str, new: int | str
+) -> None:
+    """Decode alone would be restarted, and find no prefill worker of its layout."""
+    running = changed(ClusterConfig(), "decode", num_speculative_tokens=old)
+    wanted = changed(running, "decode", num_speculative_tokens=new)
+    with pytest.raises(WrongArgumentError, match=r"decode\.num_speculative_tokens = .* Fix: "):
+        check_can_change(difference(running, wanted))
+
+
+@pytest.mark.parametrize(("old", "new"), [(1, 3), ("auto", 1)])
+def test_another_number_of_drafts_is_a_matter_of_decode(old: int | str, new: int | str) -> None:
+    running = changed(ClusterConfig(), "decode", num_speculative_tokens=old)
+    (change,) = difference(running, changed(running, "decode", num_speculative_tokens=new))
+    assert change.rolls == {Role.DECODE}
+    check_can_change([change])
+
+
 def test_other_tiers_restart_the_router_alone() -> None:
     old = ClusterConfig()
     new = dataclasses.replace(old, tiers=(TierSection(name="max"), TierSection(name="b", order=1)))

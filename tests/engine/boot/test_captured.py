@@ -12,8 +12,8 @@ from engine.boot.build import build_kv_pool, build_model
 from engine.boot.captured import capture_short_steps, steps_to_capture
 from engine.boot.kv_size import measure_memory
 from engine.config import DeepseekV3Config
+from engine.graphs.chunk_graphs import ChunkGraphs
 from engine.graphs.step_graphs import StepGraphs
-from engine.graphs.suffix_graphs import SuffixGraphs
 from engine.kernels.portable import portable_kernels
 from engine.memory.kv_budget import MemorySums
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -131,7 +131,7 @@ def test_ranks_with_prompts_of_their_own_are_refused_only_by_name(
     assert "prompts of their own" in caplog.text
     with pytest.raises(ConfigError, match=r"prefill\.cuda_graphs = 'on': ranks have prompts"):
         capture(model, options("on"))
-    assert steps_to_capture(options(), model, MAX_MODEL_LEN, Streams(model.device))[1] == ()
+    assert steps_to_capture(options(), model, MAX_MODEL_LEN, Streams(model.device)).sizes == ()
 
 
 def test_too_little_memory_is_refused_with_blocks_that_fit(
@@ -151,15 +151,15 @@ def test_too_little_memory_is_refused_with_blocks_that_fit(
 
 def test_steps_are_made_of_the_sizes_that_are_asked_for(model: DeepseekV3ForCausalLM) -> None:
     pool = build_kv_pool(model, 2, block_size=8)
-    make, sizes = steps_to_capture(options(), model, MAX_MODEL_LEN, Streams(model.device))
-    assert sizes == (16, 32, 40)
-    steps = make(pool, sizes[-2:])
-    assert isinstance(steps, SuffixGraphs)
-    assert steps.buckets == (32, 40)
+    found = steps_to_capture(options(), model, MAX_MODEL_LEN, Streams(model.device))
+    assert found.sizes == (16, 32, 40)
+    steps = found.make(pool, found.sizes[-2:])
+    assert isinstance(steps, ChunkGraphs)
+    assert steps.sizes == (32, 40)
     tokens = EngineOptions(steps=TokenSteps(), device="cuda", max_num_seqs=3)
-    make, sizes = steps_to_capture(tokens, model, MAX_MODEL_LEN, Streams(model.device))
-    assert sizes == (1, 2, 3)
-    assert isinstance(make(pool, sizes), StepGraphs)
+    found = steps_to_capture(tokens, model, MAX_MODEL_LEN, Streams(model.device))
+    assert found.sizes == (1, 2, 3)
+    assert isinstance(found.make(pool, found.sizes), StepGraphs)
 
 
 def test_captured_short_steps_count_before_the_pool(

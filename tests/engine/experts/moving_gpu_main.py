@@ -1,7 +1,8 @@
 """One rank whose experts of 44 MB move to GPUs of its host: run by `test_moves_gpu` as a process.
 
-Usage: python -m tests.engine.experts.moving_gpu_main RANK WORLD PORT OUTPUT
+Usage: python -m tests.engine.experts.moving_gpu_main RANK WORLD PORT OUTPUT HOST_GIB
 
+HOST_GIB: of copies of experts in host memory; 0 for none.
 Writes whether every slot holds what it should, and how long steps of a fixed piece of work took
 while nothing moved and while something did, in milliseconds. On a CPU, without mapped memory, the
 wire is missing and it says so.
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from engine.experts.host_experts import open_host_experts
 from engine.experts.placement import placement_map
 from engine.experts.placements import ExpertPlacements
 from engine.experts.rebalancer import RebalanceOptions, Rebalancer, Stage
@@ -42,7 +44,7 @@ def main() -> None:
         f"127.0.0.1:{port}",
         backend="gloo" if world > num_devices else "cpu:gloo,cuda:nccl",
     )
-    moving = Rank(groups.ep_group, device)
+    moving = Rank(groups.ep_group, device, float(sys.argv[5]))
     result = moving.run()
     Path(sys.argv[4]).write_text(json.dumps(result))
     moving.carrier.close()
@@ -52,7 +54,7 @@ def main() -> None:
 class Rank:
     """Slots whose numbers say what is in them, and what moves them."""
 
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
+    def __init__(self, group: RankGroup, device: torch.device, host_gib: float) -> None:
         self.group, self.device = group, device
         num_slots = NUM_EXPERTS + group.size
         self.share = num_slots // group.size
@@ -75,6 +77,9 @@ class Rank:
         tables = random_tables(
             11, num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_slots=num_slots
         )
+        self.host = open_host_experts(
+            tensors, [row] * NUM_LAYERS, NUM_EXPERTS, group, gib=host_gib, field="host_gib"
+        )
         self.rebalancer = Rebalancer(
             self.placements,
             Staging(tensors, streams, boxes=boxes),
@@ -82,6 +87,7 @@ class Rank:
             TablePlanner(self.placements, group.size, tables),
             rank=group.rank,
             num_ranks=group.size,
+            host=self.host,
             options=RebalanceOptions(interval_steps=40),
         )
 
@@ -110,6 +116,7 @@ class Rank:
         return {
             "right": moved and self.is_right(),
             "moves": rebalancer.counts.num_moves,
+            "host_moves": rebalancer.counts.num_host_moves,
             "rounds": rebalancer.epoch,
             "resting_ms": _spread(times[False][20:]),
             "moving_ms": _spread(times[True]),

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.experts.host_experts import HostExperts
 from engine.experts.moves import Round, order_moves
 from engine.experts.placement import placement_map
 from engine.experts.placements import ExpertPlacements
 from engine.experts.rebalancer import RebalanceOptions, Rebalancer
-from engine.experts.staging import ExpertTensors, Staging
+from engine.experts.staging import ExpertTensors, Staging, content_bytes
 from engine.experts.votes import Verdict, conclude
 from engine.streams import Streams
 from runtime.errors import InternalError, TransferFailedError
@@ -180,7 +181,9 @@ class MovingRank:
             ]
             for layer, row in enumerate(table)
         ]
-        self.staging = Staging(ExpertTensors(self.layers), Streams(CPU))
+        self.tensors = ExpertTensors(self.layers)
+        self.staging = Staging(self.tensors, Streams(CPU))
+        self.host = world.host_of(self)
         self.carrier = WireCarrier(world.wire, rank, self.staging)
         self.planner = TablePlanner(self.placements, world.num_ranks, world.targets)
         self.rebalancer = Rebalancer(
@@ -191,6 +194,7 @@ class MovingRank:
             rank=rank,
             num_ranks=world.num_ranks,
             options=RebalanceOptions(interval_steps=world.interval, turn_timeout_s=world.timeout_s),
+            host=self.host,
             clock=world.clock,
         )
 
@@ -219,6 +223,7 @@ class MovingWorld:
     interval: int = 3
     timeout_s: float = 5.0
     seed: int = 0
+    host_layers: int = 0
     targets: Callable[[int], np.ndarray | None] | None = None
     wire: Wire = field(default_factory=Wire)
     clock: Clock = field(default_factory=Clock)
@@ -232,6 +237,20 @@ class MovingWorld:
                 num_slots=self.num_slots,
             )
         self.ranks = [MovingRank(self, rank) for rank in range(self.num_ranks)]
+
+    def host_of(self, rank: MovingRank) -> HostExperts | None:
+        """What a rank holds in host memory: every expert of the first layers."""
+        if not self.host_layers:
+            return None
+        tensors = rank.tensors
+        host = HostExperts(
+            self.host_layers, self.num_experts, content_bytes(tensors), is_pinned=False
+        )
+        for layer in range(self.host_layers):
+            for expert in range(self.num_experts):
+                parts = [signature(layer, expert, width)[None] for width in (self.width, 3)]
+                host.put(layer, expert, *ExpertTensors([parts]).packed(0, 0))
+        return host
 
     def step(self, *, has_work: bool = True) -> Verdict:
         """One meeting of all ranks, and what a step would run on."""

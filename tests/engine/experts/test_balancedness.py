@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.experts.balancedness import balancedness_of, copies_of, even_placement, rank_rows
-from engine.experts.noise_floor import Routing, noise_floor
+from engine.experts.noise_floor import Routing, UniformPasses, noise_floor
 
 DEEPSEEK_V3 = Routing(num_experts=256, top_k=8, num_groups=8, topk_group=4)
 
@@ -72,3 +72,13 @@ def test_a_floor_is_drawn_again_alike() -> None:
         for _ in range(2)
     )
     assert first == again
+
+
+@pytest.mark.parametrize("tokens", [64, 512, 2048, 50_000])
+@pytest.mark.parametrize("ranks", [4, 8, 32])
+def test_passes_drawn_once_stand_for_batches_of_any_size(tokens: int, ranks: int) -> None:
+    drawn = noise_floor(DEEPSEEK_V3, tokens_per_pass=tokens, num_ranks=ranks, num_slots=256)
+    scaled = UniformPasses(DEEPSEEK_V3, num_tokens=256).floor(
+        tokens_per_pass=tokens, num_ranks=ranks, num_slots=256
+    )
+    assert scaled.overall == pytest.approx(drawn.overall, abs=0.02)

@@ -1,10 +1,10 @@
 """One rank of a group that shares heads and replays short steps of prefill: run as a process.
 
-Usage: python -m tests.engine.graphs.suffix_ranks_main RANK WORLD PORT OUTPUT DEVICE
+Usage: python -m tests.engine.graphs.suffix_ranks_main RANK WORLD PORT OUTPUT DEVICE KIND
 
-Runs the same steps as a server would: called one kernel at a time and replayed, launched as usual
-and dependently, the shared expert on the stream of all else and on its own. Writes {way: sums that
-tell apart hidden states and pools with other bits} as JSON.
+Runs the same steps as a server would: called one kernel at a time and replayed; suffixes launched
+as usual and dependently, the shared expert on the stream of all else and on its own. Writes {way:
+sums that tell apart hidden states and pools with other bits} as JSON.
 """
 
 import json
@@ -12,6 +12,7 @@ import random
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from engine.batch import build_forward_batch
 from engine.boot.build import LoadFormat, build_kv_pool, build_model
 from engine.boot.open_execution import open_execution
-from engine.graphs.suffix_graphs import SuffixGraphs
+from engine.graphs.chunk_graphs import ChunkGraphs
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.kernels.portable import portable_kernels
@@ -31,19 +32,30 @@ from engine.parallel.groups import ProcessGroups, init_process_groups
 from engine.request import Request, ScheduledRequest
 from engine.streams import Streams
 from runtime.sampling import SamplingParams
+from tests.engine.graphs.chunks import prompt_graphs, suffix_graphs
 from tests.engine.graphs.uneven_main import NARROW
 
-BLOCK_SIZE, MAX_SEQS, MAX_MODEL_LEN, BUCKETS = 64, 4, 2048, (16, 64, 256)
+BLOCK_SIZE, MAX_SEQS, MAX_MODEL_LEN = 64, 4, 2048
 WIDTH = MAX_MODEL_LEN // BLOCK_SIZE
-STEPS = (
-    [(64, 2048)],
-    [(1, 2000), (40, 1500), (23, 64)],
-    [(3, 700)],
-    [(250, 2048)],
-    [(5, 5), (5, 2001), (5, 1000), (1, 1)],
-)
-"""Queries and positions of each sequence."""
-NUM_BLOCKS = 1 + sum(map(len, STEPS)) * WIDTH
+STEPS = {
+    "suffixes": (
+        [(64, 2048)],
+        [(1, 2000), (40, 1500), (23, 64)],
+        [(3, 700)],
+        [(250, 2048)],
+        [(5, 5), (5, 2001), (5, 1000), (1, 1)],
+    ),
+    "prompts": (
+        [(1024, 1024)],
+        [(700, 700), (40, 40), (3, 3)],
+        [(63, 63)],
+        [(2000, 2000)],
+        [(500, 1500), (400, 400), (300, 800)],
+    ),
+}
+"""Queries and positions of each sequence, by what the steps are of."""
+SIZES = {"suffixes": (16, 64, 256), "prompts": (64, 512, 1024, 2048)}
+NUM_BLOCKS = 1 + max(sum(map(len, steps)) for steps in STEPS.values()) * WIDTH
 NUM_ROUNDS = {"cpu": 1, "cuda": 8}
 """Of all steps: a kernel that begins too early need not do so each time."""
 
@@ -63,14 +75,17 @@ class Way:
     use_graphs: bool = False
 
 
-WAYS = [
-    Way(),
-    Way(use_graphs=True),
-    Way(beside=True, use_graphs=True),
-    Way(dependent=True, use_graphs=True),
-    Way(dependent=True, beside=True),
-    Way(dependent=True, beside=True, use_graphs=True),
-]
+WAYS = {
+    "suffixes": [
+        Way(),
+        Way(use_graphs=True),
+        Way(beside=True, use_graphs=True),
+        Way(dependent=True, use_graphs=True),
+        Way(dependent=True, beside=True),
+        Way(dependent=True, beside=True, use_graphs=True),
+    ],
+    "prompts": [Way(), Way(use_graphs=True)],
+}
 
 
 def sum_bits(values: Tensor) -> int:
@@ -80,13 +95,13 @@ def sum_bits(values: Tensor) -> int:
     return int((bits * (places % 65521)).sum())
 
 
-def schedule(step: int) -> list[ScheduledRequest]:
-    """Return the suffixes of a step, the same on all ranks.
+def schedule(kind: str, step: int) -> list[ScheduledRequest]:
+    """Return the sequences of a step, the same on all ranks.
 
     No step writes what another reads: every round finds what the first one found.
     """
-    draw, lengths = random.Random(step), STEPS[step]
-    first = 1 + sum(map(len, STEPS[:step])) * WIDTH
+    draw, lengths = random.Random(step), STEPS[kind][step]
+    first = 1 + sum(map(len, STEPS[kind][:step])) * WIDTH
     blocks = draw.sample(range(first, first + len(lengths) * WIDTH), len(lengths) * WIDTH)
     return [
         ScheduledRequest(
@@ -111,7 +126,7 @@ def make_pool(model: DeepseekV3ForCausalLM) -> KVPool:
     return pool
 
 
-def run(way: Way, groups: ProcessGroups, device: torch.device) -> list[int]:
+def run(kind: str, way: Way, groups: ProcessGroups, device: torch.device) -> list[int]:
     """Return the sums of every step, and at last of the pool."""
     is_gpu, scatters = device.type == "cuda", groups.dims.world_size > 1
     options = EngineOptions(
@@ -146,36 +161,40 @@ def run(way: Way, groups: ProcessGroups, device: torch.device) -> list[int]:
         execution=opened.execution,
     )
     assert isinstance(model, DeepseekV3ForCausalLM)
-    model.attention.rule = replace(model.attention.rule, absorbed_cost=0.0)
+    cost = 0.0 if kind == "suffixes" else float("inf")
+    model.attention.rule = replace(model.attention.rule, absorbed_cost=cost)
     model.prepare()
     pool = make_pool(model)
-    graphs = SuffixGraphs(
-        model,
-        pool,
-        model.attention_rule,
-        buckets=BUCKETS,
-        max_num_seqs=MAX_SEQS,
-        max_model_len=MAX_MODEL_LEN,
-        use_graphs=way.use_graphs and is_gpu,
-        streams=streams,
+    how: dict[str, Any] = {"use_graphs": way.use_graphs and is_gpu, "streams": streams}
+    graphs = (
+        prompt_graphs(model, pool, SIZES[kind], max_num_seqs=MAX_SEQS, max_num_cached=1500, **how)
+        if kind == "prompts"
+        else suffix_graphs(
+            model,
+            pool,
+            SIZES[kind],
+            max_num_seqs=MAX_SEQS,
+            max_model_len=MAX_MODEL_LEN,
+            **how,
+        )
     )
     graphs.capture(group=groups.boot_group)
     pool.data.copy_(make_pool(model).data)
-    sums = _run_steps(graphs, pool, device)
+    sums = _run_steps(kind, graphs, pool, device)
     graphs.close()
     opened.close()
     streams.close()
     return sums
 
 
-def _run_steps(graphs: SuffixGraphs, pool: KVPool, device: torch.device) -> list[int]:
+def _run_steps(kind: str, graphs: ChunkGraphs, pool: KVPool, device: torch.device) -> list[int]:
     """Run all steps several times, without waiting in between, and look at every one."""
     sums = []
     for _ in range(NUM_ROUNDS[device.type]):
         hidden = []
-        for step in range(len(STEPS)):
+        for step in range(len(STEPS[kind])):
             with torch.inference_mode():
-                batch = build_forward_batch(schedule(step), BLOCK_SIZE, device)
+                batch = build_forward_batch(schedule(kind, step), BLOCK_SIZE, device)
             hidden.append(graphs.run(batch).clone())
         sums += [sum_bits(rows) for rows in hidden]
     return [*sums, sum_bits(pool.data[1:])]  # block 0 is for padding, which writes in a race
@@ -184,18 +203,19 @@ def _run_steps(graphs: SuffixGraphs, pool: KVPool, device: torch.device) -> list
 def main() -> None:
     """Run every way and write what came of it."""
     rank, world, port = (int(value) for value in sys.argv[1:4])
-    output, kind = Path(sys.argv[4]), sys.argv[5]
+    output, device_type, kind = Path(sys.argv[4]), sys.argv[5], sys.argv[6]
     torch.set_num_threads(1)
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
+    is_gpu = device_type == "cuda"
+    device = torch.device(device_type, rank) if is_gpu else torch.device(device_type)
+    if is_gpu:
         torch.cuda.set_device(device)
     groups = init_process_groups(
         ParallelDims(tp=world, ep=world, rank=rank),
         f"127.0.0.1:{port}",
-        backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        backend="cpu:gloo,cuda:nccl" if is_gpu else "gloo",
         timeout_s=240,
     )
-    results = [{**asdict(way), "sums": run(way, groups, device)} for way in WAYS]
+    results = [{**asdict(way), "sums": run(kind, way, groups, device)} for way in WAYS[kind]]
     output.write_text(json.dumps(results))
     groups.boot_group.barrier()
     groups.destroy()

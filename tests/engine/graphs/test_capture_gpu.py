@@ -58,3 +58,35 @@ def test_failures_are_told_apart_and_leave_a_device(
     graph.replay()
     assert torch.equal(x, before * 2)
     streams.close()
+
+
+def test_pieces_do_what_the_whole_does() -> None:
+    """What a piece leaves is read by the next one, wherever the memory of both lies."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    streams = Streams(torch.device("cuda", torch.cuda.current_device()))
+    x, out = torch.randn(1024, device="cuda"), torch.empty(1024, device="cuda")
+    runs: list[int] = []
+
+    def work(cut: Callable[[], None]) -> None:
+        runs.append(0)
+        y = x * 3
+        for _ in range(3):
+            z = y + 1
+            cut()
+            y = z * 2
+        out.copy_(y)
+
+    pieces = Capture(streams).in_pieces(work)
+    num_runs = len(runs)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn(1024, device="cuda"))
+        out.zero_()
+        told: list[int] = []
+        pieces.replay(lambda told=told: told.append(0))
+        assert len(told) == 3
+        assert torch.equal(out, (((x * 3 + 1) * 2 + 1) * 2 + 1) * 2)
+    assert len(runs) == num_runs, "nothing is called again"
+    pieces.reset()
+    streams.close()

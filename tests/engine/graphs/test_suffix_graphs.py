@@ -19,12 +19,7 @@ from torch import Tensor
 from engine.batch import ForwardBatch, build_forward_batch
 from engine.boot.build import build_kv_pool, build_model
 from engine.execution import Execution
-from engine.graphs.suffix_graphs import (
-    SuffixGraphs,
-    capture_suffixes,
-    suffix_buckets,
-    why_no_suffixes,
-)
+from engine.graphs.chunk_graphs import ChunkGraphs, capture_chunks, chunk_sizes, why_no_chunks
 from engine.kernels.portable import portable_kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
@@ -36,6 +31,7 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
+from tests.engine.graphs.chunks import suffix_graphs
 from tests.engine.parallel.counting_dispatcher import CountingDispatcher, local_dispatcher
 from tests.engine.parallel.thread_ranks import Meetings, ThreadGroup, run_ranks
 from tests.engine.tiny import write_checkpoint
@@ -79,12 +75,11 @@ def make_pool(model: DeepseekV3ForCausalLM) -> KVPool:
     return pool
 
 
-def make_graphs(model: DeepseekV3ForCausalLM, pool: KVPool) -> SuffixGraphs:
-    graphs = SuffixGraphs(
+def make_graphs(model: DeepseekV3ForCausalLM, pool: KVPool) -> ChunkGraphs:
+    graphs = suffix_graphs(
         model,
         pool,
-        model.attention_rule,
-        buckets=BUCKETS,
+        BUCKETS,
         max_num_seqs=MAX_SEQS,
         max_model_len=MAX_MODEL_LEN,
     )
@@ -201,11 +196,10 @@ def test_what_is_not_short_runs_as_before(paged: DeepseekV3ForCausalLM) -> None:
     assert takes([(24, LONG)])
     assert not takes([(25, LONG)])
     assert takes([(1, 9), (1, 9), (1, 9)])
-    few = SuffixGraphs(
+    few = suffix_graphs(
         paged,
         make_pool(paged),
-        paged.attention_rule,
-        buckets=BUCKETS,
+        BUCKETS,
         max_num_seqs=1,
         max_model_len=50,
     )
@@ -230,10 +224,10 @@ def test_a_runner_samples_the_same_and_hears_of_every_layer(paged: DeepseekV3For
     for is_short in (False, True):
         runner = ModelRunner(paged, make_pool(paged), Sampler(128))
         if is_short:
-            runner, close = capture_suffixes(
+            runner, close = capture_chunks(
                 runner,
                 paged,
-                buckets=BUCKETS,
+                sizes=BUCKETS,
                 max_num_seqs=MAX_SEQS,
                 max_model_len=MAX_MODEL_LEN,
             )
@@ -249,19 +243,19 @@ def test_a_runner_samples_the_same_and_hears_of_every_layer(paged: DeepseekV3For
 
 
 def test_captured_sizes_end_with_the_largest_step() -> None:
-    assert suffix_buckets(4096) == (16, 32, 64, 128, 256)
-    assert suffix_buckets(100) == (16, 32, 64, 100)
-    assert suffix_buckets(16) == (16,)
+    assert chunk_sizes(256) == (16, 32, 64, 128, 256)
+    assert chunk_sizes(100) == (16, 32, 64, 100)
+    assert chunk_sizes(16) == (16,)
 
 
 def test_a_model_that_reads_counts_says_so(paged: DeepseekV3ForCausalLM) -> None:
-    assert why_no_suffixes(paged) == ""
+    assert why_no_chunks(paged) == ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(paged), "waits_for_counts", property(lambda self: True))
-        assert "counts on the host" in why_no_suffixes(paged)
+        assert "counts on the host" in why_no_chunks(paged)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(paged), "attention_rule", property(lambda self: None))
-        assert "lengths" in why_no_suffixes(paged)
+        assert "lengths" in why_no_chunks(paged)
 
 
 NUM_RANKS = 2

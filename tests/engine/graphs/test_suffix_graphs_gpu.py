@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.batch import build_forward_batch
 from engine.boot.build import LoadFormat, build_kv_pool, build_model
 from engine.formats import deep_gemm
-from engine.graphs.suffix_graphs import SuffixGraphs, capture_suffixes
+from engine.graphs.chunk_graphs import capture_chunks
 from engine.kernels.create import KernelSet, create_kernels
 from engine.kernels.launches import dependent_launches
 from engine.layers.moe import MoE
@@ -23,6 +23,7 @@ from engine.sampling.sampler import Sampler
 from engine.side_stream import SideRule, SideStream
 from engine.streams import Streams
 from runtime.sampling import SamplingParams
+from tests.engine.graphs.chunks import suffix_graphs
 from tests.engine.graphs.uneven_main import NARROW
 from tests.engine.relative_error import relative_error
 
@@ -99,11 +100,10 @@ def run(
 ) -> tuple[list[Tensor], Tensor]:
     """Return hidden states of all steps, and the pool; None for `use_graphs` runs them plainly."""
     pool = make_pool(model, kv_dtype)
-    graphs = SuffixGraphs(
+    graphs = suffix_graphs(
         model,
         pool,
-        model.attention_rule,
-        buckets=BUCKETS,
+        BUCKETS,
         max_num_seqs=MAX_SEQS,
         max_model_len=MAX_MODEL_LEN,
         use_graphs=bool(use_graphs),
@@ -174,8 +174,8 @@ def test_dependent_launches_and_a_side_stream_change_no_bit(
 def test_a_launch_does_not_wait_for_the_device(model: DeepseekV3ForCausalLM) -> None:
     """Any synchronising call of the host is an error while a short step is launched."""
     runner = ModelRunner(model, make_pool(model, torch.bfloat16), Sampler(CONFIG.vocab_size))
-    short, close = capture_suffixes(
-        runner, model, buckets=(64,), max_num_seqs=MAX_SEQS, max_model_len=MAX_MODEL_LEN
+    short, close = capture_chunks(
+        runner, model, sizes=(64,), max_num_seqs=MAX_SEQS, max_model_len=MAX_MODEL_LEN
     )
     pending = []
     for mode in ("default", "error", "error"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ from engine.batch import build_forward_batch
 from engine.boot.build import build_kv_pool, build_model
 from engine.execution import Execution
 from engine.generate import generate
-from engine.graphs.suffix_graphs import SuffixGraphs
 from engine.kernels.launches import Launches
 from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest
 from runtime.sampling import SamplingParams
+from tests.engine.graphs.chunks import suffix_graphs
 from tests.engine.tiny import tiny_config, write_checkpoint
 
 PROMPTS = [[3, 14, 15, 9], [53, 2]]
@@ -68,6 +69,7 @@ def test_short_steps_of_fixed_shape_run_in_the_chosen_launches(
     recorder = Recorder()
     monkeypatch.setattr("engine.model.deepseek_v3.choose_launches", recorder.choose)
     model = build(tmp_path, Execution(dependent_launches=True))
+    model.attention.rule = replace(model.attention.rule, absorbed_cost=0.0)
     pool = build_kv_pool(model, 4, block_size=4)
     request = Request(
         request_id="0",
@@ -78,8 +80,12 @@ def test_short_steps_of_fixed_shape_run_in_the_chosen_launches(
     batch = build_forward_batch([ScheduledRequest(request, 4)], 4)
     model.forward(batch, pool)
     assert recorder.num_blocks == 0, "a step of any length"
-    graphs = SuffixGraphs(
-        model, pool, model.attention_rule, buckets=(4,), max_num_seqs=1, max_model_len=8
+    graphs = suffix_graphs(
+        model,
+        pool,
+        (4,),
+        max_num_seqs=1,
+        max_model_len=8,
     )
     graphs.capture()
     before = recorder.num_blocks

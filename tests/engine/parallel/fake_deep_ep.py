@@ -191,6 +191,8 @@ class FakeLibraryBuffer:
         *,
         use_fp8: bool,
         return_recv_hook: bool,
+        cumulative_local_expert_recv_stats: Tensor | None,
+        dispatch_wait_recv_cost_stats: Tensor | None,
     ) -> tuple[Any, ...]:
         shape = self.shape
         assert isinstance(shape, LowLatencyShape)
@@ -226,6 +228,10 @@ class FakeLibraryBuffer:
                         scale[local, row] = rows.scale_TG[token]
                         way.sources[local].append((source, token))
                 counts[local] = len(way.sources[local])
+            self._count_waits(dispatch_wait_recv_cost_stats)
+            if cumulative_local_expert_recv_stats is not None:
+                assert cumulative_local_expert_recv_stats.dtype == torch.int32
+                cumulative_local_expert_recv_stats.add_(counts)
 
         return (data, scale), counts, way, None, arrive
 
@@ -237,6 +243,7 @@ class FakeLibraryBuffer:
         handle: MaskedWay,
         *,
         return_recv_hook: bool,
+        combine_wait_recv_cost_stats: Tensor | None,
     ) -> tuple[Tensor, None, Callable[[], None]]:
         shape = self.shape
         assert isinstance(shape, LowLatencyShape)
@@ -255,6 +262,7 @@ class FakeLibraryBuffer:
 
         def arrive() -> None:
             everyone = self._receive(number)
+            self._count_waits(combine_wait_recv_cost_stats)
             for token, (ids, weights) in enumerate(
                 zip(topk_idx.tolist(), topk_weights.tolist(), strict=True)
             ):
@@ -266,6 +274,13 @@ class FakeLibraryBuffer:
                 out[token] = total
 
         return out, None, arrive
+
+    def _count_waits(self, costs: Tensor | None) -> None:
+        """As if every program had waited for 1,000 cycles times the source's number."""
+        if costs is not None:
+            assert costs.dtype == torch.int64
+            assert costs.shape == (self.shape.num_ranks,)
+            costs += 1000 * self.num_local * torch.arange(self.shape.num_ranks)
 
     def _send(self, what: str, content: Any) -> tuple[int, int]:
         assert not self.must_receive, "flags of a transfer under way would be cleared"

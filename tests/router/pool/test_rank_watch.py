@@ -20,7 +20,7 @@ from runtime.rank_picture import (
     words_of,
 )
 from runtime.rank_waits import RankBlock, WaitWindow
-from runtime.slow_ranks import SlowKind
+from runtime.slow_ranks import SlowKind, find_slow
 
 LIFE = ("decode-0", 7)
 
@@ -30,6 +30,7 @@ def blocks_of(window: WaitWindow, rank: int, first: int = 0) -> list[RankBlock]:
         RankBlock(
             number=first + number,
             waits_s=window.waits_s[number, :, rank].tolist(),
+            first_waits_s=window.first_waits_s[number, :, rank].tolist(),
             own_s=window.own_s[number, :, rank].tolist(),
             own_mean_s=window.own_mean_s[number, :, rank].tolist(),
             num_rows=float(window.num_rows[number, rank]),
@@ -118,7 +119,7 @@ def test_an_instance_that_is_gone_is_forgotten_and_alone_there_is_nothing() -> N
 def test_metrics_say_who_is_waited_for_and_end_with_the_instance() -> None:
     registry = CollectorRegistry()
     metrics = RankMetrics(registry)
-    picture = picture_of("decode-0", slow_window())
+    picture = picture_of("decode-0", slow_window(), find_slow(slow_window()))
     metrics.set_pictures([picture])
 
     def slow(kind: str) -> float | None:
