@@ -1,11 +1,13 @@
-"""Calls of one peer on one stream, many in a message; `runtime.call_server` is its other end.
+"""Calls of one peer on one connection of our own, many in a message; `runtime.call_server` is its
+other end.
 
 A unary call of gRPC costs this side alone a fifth of a millisecond of a core: headers, and the wake
-of two threads. Here whatever begins in one turn of the event loop, or while a message is on its
-way, is one message. A call is what a unary one is: it fails as that would, with gRPC's errors;
-cancelling it cancels it there; when the stream breaks all of its calls have failed. What is long
-still has a call of its own: it holds up nobody, and is refused alone where it is too large. So has
-all that is for a peer of an earlier version, which has no such stream.
+of two threads. Here whatever begins in one turn of the event loop, or while the peer does not keep
+up, is one message. A call is what a unary one is: it fails as that would, with gRPC's errors;
+cancelling it cancels it there; when the connection breaks all of its calls have failed. What is
+long still has a call of its own: it holds up nobody, and is refused alone where it is too large. So
+has all that is for a peer that announces no such port, or is not reached there. See
+docs/adr/0025-calls.md.
 """
 
 from __future__ import annotations
@@ -162,7 +164,11 @@ class CallStream:
             self._send_soon()
 
     async def close(self) -> None:
-        """End the connection; what is under way on it is cancelled."""
+        """End the connection; what is under way on it is cancelled.
+
+        Later calls fail as those of a closed channel do, which is to be closed behind this.
+        """
+        self._alone_until = math.inf
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})

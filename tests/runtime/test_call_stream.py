@@ -311,6 +311,10 @@ async def test_closing_cancels_what_is_under_way_at_both_ends(line: Line) -> Non
     await line.stream.close()
     assert call.cancelled()
     await until(lambda: line.peer.cancelled == ["waits"])
+    await line.channel.close(None)
+    with pytest.raises(grpc.aio.UsageError):
+        await line.run("late")
+    assert line.peer.carried == ["waits"]
 
 
 async def test_a_peer_that_ends_fails_its_calls(line: Line) -> None:
