@@ -108,6 +108,7 @@ class LatentAttention:
         self._attention = kernels.attention
         self._scale = softmax_scale(config)
         self._rotary, self._is_refusal_told = RotaryEmbedding.of(config, device), False
+        self._planned: tuple[ForwardBatch, AttentionStep] | None = None
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -116,8 +117,12 @@ class LatentAttention:
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
         """Return what all layers of a step share: plan, angles, slots, pool."""
+        if self._planned is not None:
+            planned, step = self._planned
+            if planned is batch and step.kv_pool is kv_pool:
+                return step
         cos, sin = self._rotary(batch.positions)
-        return AttentionStep(
+        step = AttentionStep(
             plan=self._plan(batch, kv_pool),
             slot_mapping=batch.slot_mapping,
             cos=cos,
@@ -125,6 +130,10 @@ class LatentAttention:
             kv_pool=kv_pool,
             scratch=self._scratch,
         )
+        if self.device.type == "cpu":
+            # The layer for drafts runs the same rows next. A GPU's memory is not to be held so.
+            self._planned = batch, step
+        return step
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
         cache, kernels = kv_pool.layer(0), self._attention
