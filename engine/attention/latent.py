@@ -117,7 +117,7 @@ class LatentAttention:
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
         """Return what all layers of a step share: plan, angles, slots, pool."""
-        if self._planned is not None:
+        if self.device.type == "cpu" and self._planned is not None:
             planned, step = self._planned
             if planned is batch and step.kv_pool is kv_pool:
                 return step
