@@ -40,8 +40,7 @@ LEAST_LATE, MOST_LATE = 0.25, 1.0
 _FIXED_ROWS = 8.0
 """Rows that cost what a step does that has none, where nothing was measured."""
 _RUN_OF_LAYER = 1.3
-"""Layers of the model that one run of the layer that drafts costs, its projection and head included.
-"""
+"""What a run of the layer that drafts costs, its projection and head included, in layers."""
 
 Costs = Mapping[int, Sequence[float]]
 """Seconds by size, and by number of drafts from 0; of the numbers that the size has."""

@@ -2,7 +2,7 @@
 
 Prefill and decode have the layer for drafts both, or neither: else their KV does not fit together,
 and they never pair. So what decides is what both know, the file and the checkpoint, and never what
-a device has left. A number of drafts is not touched: who asks for one is refused where it cannot be.
+a device has left. A number is not touched: who asks for one is refused where it cannot be.
 """
 
 from __future__ import annotations

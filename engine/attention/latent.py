@@ -109,6 +109,7 @@ class LatentAttention:
         self._attention = kernels.attention
         self._scale = softmax_scale(config)
         self._rotary, self._is_refusal_told = RotaryEmbedding.of(config, device), False
+        self._planned: tuple[ForwardBatch, AttentionStep] | None = None
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -117,8 +118,12 @@ class LatentAttention:
 
     def plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
         """Return what all layers of a step share: plan, angles, slots, pool."""
+        if self.device.type == "cpu" and self._planned is not None:
+            planned, step = self._planned
+            if planned is batch and step.kv_pool is kv_pool:
+                return step
         cos, sin = self._rotary(batch.positions)
-        return AttentionStep(
+        step = AttentionStep(
             plan=self._plan(batch, kv_pool),
             slot_mapping=batch.slot_mapping,
             cos=cos,
@@ -127,6 +132,10 @@ class LatentAttention:
             # What is captured keeps its memory, which a longer step would replace otherwise.
             scratch=self._scratch if batch.prompts is None else Scratch(),
         )
+        if self.device.type == "cpu":
+            # The layer for drafts runs the same rows next. A GPU's memory is not to be held so.
+            self._planned = batch, step
+        return step
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionPlan:
         cache, kernels = kv_pool.layer(0), self._attention

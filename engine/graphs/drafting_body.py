@@ -218,7 +218,7 @@ class DraftingBody:
         return logits[:, : self._sampler.vocab_size]
 
     def _rows_of(self, bucket: int) -> _RowsOfStep:
-        """Return the rows of the step whose inputs are loaded; where steps are called, made once."""
+        """Return the rows of the step that is loaded; where steps are called, made once."""
         load = self._static.num_loads, bucket
         if self._made is None or self._made.load != load:
             sequences = self._static.drafted(bucket, self.drafts_SK[:, : self._num_rows - 1])

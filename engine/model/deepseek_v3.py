@@ -147,7 +147,6 @@ class DeepseekV3ForCausalLM(nn.Module):
         self.lm_head = LMHead(ctx, config.vocab_size, config.hidden_size, tied_to=tied_to)
         self._launches = choose_launches(self.device, are_dependent=execution.dependent_launches)
         self._overlap, self._sharding = execution.overlap, ctx.sharding
-        self._planned: tuple[ForwardBatch, AttentionStep] | None = None
 
     def _context(self, execution: Execution) -> LayerContext:
         """Return what the layers are built with.
@@ -228,16 +227,8 @@ class DeepseekV3ForCausalLM(nn.Module):
 
     def _plan(self, batch: ForwardBatch, kv_pool: KVPool) -> AttentionStep:
         """Plan what layers share of a step, of whose rows on this rank some may be padding."""
-        if self._planned is not None:
-            planned, step = self._planned
-            if planned is batch and step.kv_pool is kv_pool:
-                return step
         own_rows = self._sharding.count(batch.num_rows, batch.num_tokens)
-        step = replace(self.attention.plan(batch, kv_pool), num_rows=own_rows)
-        if self.device.type == "cpu" and self.with_mtp:
-            # The layer for drafts runs the same rows next. A GPU's memory is not to be held so.
-            self._planned = batch, step
-        return step
+        return replace(self.attention.plan(batch, kv_pool), num_rows=own_rows)
 
     def _launching(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Return in what the kernels of a step are launched: short ones in the chosen way."""
