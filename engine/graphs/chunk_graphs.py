@@ -56,7 +56,7 @@ longer than the host."""
 
 PROMPTS_CACHED: Final = (0, 8192)
 """Cached tokens of a captured step of prompts, at most. What is not there is expanded all the same:
-8,192 positions of 16 heads are some 50 us of a layer."""
+by arithmetic 8,192 positions of 16 heads are some 50 us of a layer."""
 
 MAX_PROMPTS: Final = 32
 """Of a captured step of prompts: each may end within a block, which is gathered whole."""
