@@ -1,6 +1,6 @@
 "use strict";
 // What every part of the page is drawn with. The files are one script, in this order: draw, panels,
-// ranks, workers, console. Texts are set as text, never as markup: names and ids are of others.
+// ranks, experts, workers, console. Texts are set as text, never as markup: names and ids are of others.
 
 const $ = (id) => document.getElementById(id);
 
@@ -72,6 +72,7 @@ function heatMap(node, tell) {
         return Object.assign(make("i", classOf(...place)), { place });
       });
       node.style.setProperty("--columns", numColumns);
+      node.style.setProperty("--rows", numRows);
       node.style.setProperty("--gap", numRows > 24 ? "0px" : "1px");
       node.replaceChildren(...cells);
     },
