@@ -123,6 +123,7 @@ class DecodeDriver:
                 layout_fingerprint=self._transfer.layout.fingerprint(),
                 max_num_requests=self._options.config.decode.num_places,
                 kv_block_bytes=self._side.kv_pool.block_bytes,
+                has_experts=self._experts is not None,
             ),
             load=self._renewed_load,
             refuse=lambda: self._service.refuse_new(),

@@ -52,8 +52,9 @@ async def record(
         ClusterError: it failed, or there was nothing to record.
     """
     try:
-        return await expert_recording.record(
+        recording = await expert_recording.record(
             instances, credentials, wanted, until=until, on_progress=on_progress
         )
     except RecordingError as error:
         raise ClusterError(error.message) from error
+    return recording.trace

@@ -122,6 +122,7 @@ class PrefillDriver:
                 role=common_pb2.ROLE_PREFILL,
                 num_parts=options.config.prefill.tp,
                 layout_fingerprint=send.layout.fingerprint(),
+                has_experts=self._experts is not None,
             ),
             load=self._worker_load,
             refuse=service.start_draining,

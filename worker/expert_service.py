@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import grpc.aio
 import numpy as np
 
+from engine.experts.placements import Table
 from engine.experts.windows import LoadWindow
 from runtime.pb import common_pb2, experts_pb2, experts_pb2_grpc
 from runtime.worker import WorkerOptions
@@ -57,7 +58,8 @@ class ExpertsService(experts_pb2_grpc.ExpertsServicer):
             text = f"the model {self._options.served_name!r} has no experts: nothing to record"
             await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, text)
         with feed.follow(every) as windows:
-            yield experts_pb2.RecordFrame(model=self._model(feed))
+            told = feed.experts.placements.table
+            yield experts_pb2.RecordFrame(model=self._model(feed, told))
             num_told = 0
             while not num_windows or num_told < num_windows:
                 window = await windows.next(POLL_S)
@@ -68,9 +70,13 @@ class ExpertsService(experts_pb2_grpc.ExpertsServicer):
                     text = "windows are read too slowly. Fix: more passes a window"
                     await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
                 num_told += 1
-                yield experts_pb2.RecordFrame(window=_window(window))
+                frame = experts_pb2.RecordFrame(window=_window(window))
+                table = feed.experts.placements.table
+                if table != told:
+                    frame.window.placement, told = _bytes_of(table), table
+                yield frame
 
-    def _model(self, feed: ExpertLoadFeed) -> experts_pb2.ExpertModel:
+    def _model(self, feed: ExpertLoadFeed, table: Table) -> experts_pb2.ExpertModel:
         experts, counter, config = feed.experts, feed.experts.counter, feed.experts.config
         section = self._options.section
         return experts_pb2.ExpertModel(
@@ -89,8 +95,12 @@ class ExpertsService(experts_pb2_grpc.ExpertsServicer):
             num_ranks=experts.num_ranks,
             num_endpoints=section.num_endpoints,
             num_slots=experts.placements.num_physical_experts,
-            placement=np.array(experts.placements.table, dtype="<i4").tobytes(),
+            placement=_bytes_of(table),
         )
+
+
+def _bytes_of(table: Table) -> bytes:
+    return np.array(table, dtype="<i4").tobytes()
 
 
 def _window(window: LoadWindow) -> experts_pb2.LoadWindow:

@@ -12,6 +12,8 @@ from engine.experts.noise_floor import Routing, noise_floor
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from engine.experts.trace import ExpertTrace
 
 
@@ -122,6 +124,48 @@ def describe_trace(trace: ExpertTrace) -> dict[str, Any]:
         "recorded_ranks": trace.num_ranks,
         "recorded_hosts": trace.num_hosts,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankLoad:
+    """How even ranks are where their experts stand.
+
+    Attributes:
+        times_mean_LR: [L, R] float64, rows that came to each rank over the mean of the layer: 1 is
+            even, and what is over 1 is what others wait for. 1 in a layer without a row.
+        now: of the rows.
+        floor: of uniform routing with the same batch and ranks, and as many slots dealt evenly.
+    """
+
+    times_mean_LR: NDArray[np.float64]
+    now: Balancedness
+    floor: Balancedness
+
+    def describe(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "times_mean": self.times_mean_LR.round(4).tolist(),
+            "now": asdict(self.now),
+            "floor": asdict(self.floor),
+        }
+
+
+def rank_load(trace: ExpertTrace, placement_LP: NDArray[np.int64]) -> RankLoad:
+    """Measure a trace on the R ranks that were recorded.
+
+    Args:
+        trace: of one instance.
+        placement_LP: [L, P], the expert of each slot; ranks have equally many slots, in order.
+    """
+    num_ranks = trace.num_ranks
+    rows_NLR = rank_rows(trace.counts_NLE, placement_LP, num_ranks)
+    sums_LR = rows_NLR.sum(axis=0)
+    means_L1 = sums_LR.mean(axis=1, keepdims=True)
+    return RankLoad(
+        times_mean_LR=np.divide(sums_LR, means_L1, out=np.ones_like(sums_LR), where=means_L1 > 0),
+        now=balancedness_of(rows_NLR),
+        floor=floor_of(trace, num_ranks=num_ranks, num_slots=placement_LP.shape[1]),
+    )
 
 
 def check_not_empty(trace: ExpertTrace) -> None:

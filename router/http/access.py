@@ -22,6 +22,7 @@ _RIGHTS = {
     "/ranks": Right.OPERATIONS,
     "/experts": Right.OPERATIONS,
     f"{CONSOLE}/data": Right.OPERATIONS,
+    f"{CONSOLE}/experts": Right.OPERATIONS,
 }
 
 

@@ -36,8 +36,10 @@ from runtime.trace import TRACEPARENT, TRACESTATE, TraceContext, set_trace
 
 logger = get_logger(__name__)
 
-NOT_OF_REQUESTS = frozenset({"unknown_url", "method_not_allowed", "too_many_viewers"})
-"""Codes of what was never a request to a model: any scanner of ports makes these."""
+NOT_OF_REQUESTS = frozenset(
+    {"unknown_url", "method_not_allowed", "too_many_viewers", "cannot_record"}
+)
+"""Codes of what was never a request to a model: of scanners of ports, and of pages that look."""
 GENERATION = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
     *("/generate", "/v1/messages"),

@@ -23,7 +23,7 @@ from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.experts.trace import ExpertTrace
-    from router.pool.expert_recording import Rank
+    from router.pool.expert_recording import ExpertRecording, Rank
 
 MAX_PASSES: Final = 2048
 MAX_ROWS: Final = 256
@@ -101,19 +101,19 @@ class ExpertRecordings:
             raise RecordingError("another recording runs. Fix: ask again when it is over")
         self._is_recording = True
         try:
-            trace = await self._record(asked, ranks)
+            recording = await self._record(asked, ranks)
         finally:
             self._is_recording = False
         if asked.format == "json":
-            body = await asyncio.to_thread(_describe, trace)
+            body = await asyncio.to_thread(_describe, recording)
             return web.Response(body=body, content_type="application/json")
         return web.Response(
-            body=await asyncio.to_thread(_bytes_of, trace),
+            body=await asyncio.to_thread(_bytes_of, recording.trace),
             content_type="application/octet-stream",
             headers={"Content-Disposition": f'attachment; filename="{asked.role.value}.npz"'},
         )
 
-    async def _record(self, asked: Asked, ranks: Mapping[str, Sequence[Rank]]) -> ExpertTrace:
+    async def _record(self, asked: Asked, ranks: Mapping[str, Sequence[Rank]]) -> ExpertRecording:
         # Imported late: few routers are ever asked, and this takes numpy.
         from router.pool.expert_recording import Wanted, record
 
@@ -124,14 +124,23 @@ class ExpertRecordings:
         return await record(ranks, self._serving.credentials, wanted)
 
 
-def _describe(trace: ExpertTrace) -> bytes:
-    from engine.experts.summary import describe_trace, summarise
+def _describe(recording: ExpertRecording) -> bytes:
+    from engine.experts.summary import check_not_empty, describe_trace, rank_load, summarise
 
+    trace = recording.trace
     try:
-        summary = summarise(trace, num_ranks=trace.num_ranks, num_hottest=_NUM_HOTTEST)
+        check_not_empty(trace)
     except ConfigError as error:
-        raise RecordingError(f"{error.problem}. Fix: format=npz") from error
-    return orjson.dumps(describe_trace(trace) | summary.describe())
+        raise RecordingError(f"no step had a token: {error.problem}. Fix: {error.fix}") from error
+    told = describe_trace(trace)
+    if trace.num_experts % trace.num_ranks == 0:  # else there is no such order to hold them in
+        told |= summarise(trace, num_ranks=trace.num_ranks, num_hottest=_NUM_HOTTEST).describe()
+    told["rank_load"] = [
+        {"instance": load.instance, "layers": load.layers}
+        | rank_load(load.trace, load.placement_LP).describe()
+        for load in recording.loads
+    ]
+    return orjson.dumps(told)
 
 
 def _bytes_of(trace: ExpertTrace) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -61,6 +62,36 @@ class Recorded:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class InstanceLoad:
+    """What the experts of one instance got, and where they stood.
+
+    Attributes:
+        instance: its name.
+        layers: numbers in the model of its L layers with experts.
+        trace: of its rows alone.
+        placement_LP: [L, slots] int64, the expert of each slot, as it was told last.
+    """
+
+    instance: str
+    layers: tuple[int, ...]
+    trace: ExpertTrace
+    placement_LP: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertRecording:
+    """What was recorded at once.
+
+    Attributes:
+        trace: rows of all instances, one behind the other; it does not say where experts stood.
+        loads: each instance that has rows, with what says so.
+    """
+
+    trace: ExpertTrace
+    loads: tuple[InstanceLoad, ...]
+
+
 async def record(
     instances: Mapping[str, Sequence[Rank]],
     credentials: Credentials,
@@ -68,7 +99,7 @@ async def record(
     *,
     until: asyncio.Event | None = None,
     on_progress: Callable[[Recorded], None] = lambda recorded: None,
-) -> ExpertTrace:
+) -> ExpertRecording:
     """Record all of ``instances`` at once.
 
     Args:
@@ -97,26 +128,33 @@ async def record(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    rows = [recording.rows[key] for recording in recordings for key in sorted(recording.rows)]
-    if not rows:
+    loads = tuple(
+        recording.load(wanted.passes_per_window) for recording in recordings if recording.rows
+    )
+    if not loads:
         every = wanted.passes_per_window
         steps = "no step was" if every == 1 else f"fewer than {every} steps were"
         raise RecordingError(
             f"{steps} made in {wanted.seconds:g} s. Fix: send requests meanwhile, or record for "
             "longer"
         )
-    return trace_of(recordings[0].model, rows, wanted.passes_per_window)
+    trace = dataclasses.replace(
+        loads[0].trace,
+        counts_NLE=np.concatenate([load.trace.counts_NLE for load in loads]),
+        tokens_N=np.concatenate([load.trace.tokens_N for load in loads]),
+    )
+    return ExpertRecording(trace=trace, loads=loads)
 
 
-def trace_of(
-    model: ExpertModel, rows: Sequence[NDArray[np.int64]], passes_per_row: int
+def _trace_of(
+    model: ExpertModel, counts_NLE: NDArray[np.int64], passes_per_row: int
 ) -> ExpertTrace:
-    """What was recorded: rows of [layers, experts], summed over ranks."""
+    """What an instance got, summed over ranks."""
     from runtime.pb import common_pb2
 
     return ExpertTrace(
-        counts_NLE=np.stack(rows),
-        tokens_N=np.array([_tokens_of(model, counts) for counts in rows], dtype=np.int64),
+        counts_NLE=counts_NLE,
+        tokens_N=np.array([_tokens_of(model, counts) for counts in counts_NLE], dtype=np.int64),
         role="prefill" if model.role == common_pb2.ROLE_PREFILL else "decode",
         model_name=model.name,
         top_k=model.top_k,
@@ -145,6 +183,8 @@ class _Recording:
     credentials: Credentials
     wanted: Wanted
     models: dict[int, ExpertModel] = field(default_factory=dict)
+    placement: bytes = b""
+    """As a rank has told it last; all have the same from the same step on."""
     rows: dict[int, NDArray[np.int64]] = field(default_factory=dict)
     """Whole ones, by the number of the first pass."""
     num_tokens: int = 0
@@ -155,6 +195,18 @@ class _Recording:
     def model(self) -> ExpertModel:
         """Of the instance."""
         return next(iter(self.models.values()))
+
+    def load(self, passes_per_row: int) -> InstanceLoad:
+        """What there is; there are rows."""
+        model = self.model
+        counts_NLE = np.stack([self.rows[first] for first in sorted(self.rows)])
+        placement = np.frombuffer(self.placement, dtype="<i4").astype(np.int64)
+        return InstanceLoad(
+            instance=self.ranks[0].instance,
+            layers=tuple(model.layers),
+            trace=_trace_of(model, counts_NLE, passes_per_row),
+            placement_LP=placement.reshape(len(model.layers), model.num_slots),
+        )
 
     async def run(self, until: asyncio.Event, told: Callable[[], None]) -> None:
         """Until there is enough, or the time is over."""
@@ -215,12 +267,14 @@ class _Recording:
                 "says that all are ready"
             )
         self.models[rank.number] = model
+        self.placement = model.placement
 
     def _take(self, rank: Rank, frame: RecordFrame) -> None:
         """Put a rank's part of a window to those of the others; more may come than is wanted."""
         if self._is_enough.is_set():
             return
         model, window = self.models[rank.number], frame.window
+        self.placement = window.placement or self.placement
         counts = np.frombuffer(window.counts, dtype="<i8").astype(np.int64)
         parts = self._parts.setdefault(window.first_pass, {})
         parts[rank.number] = counts.reshape(len(model.layers), model.num_experts)

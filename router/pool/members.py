@@ -133,6 +133,8 @@ class Member:
     """That have it in their pools, this one included: each lets in its share of the places."""
     kv_block_bytes: int = 0
     """Of one block of a decode rank, all layers; 0: not told."""
+    has_experts: bool = False
+    """Whether what they get can be recorded; False: it has none, or does not tell."""
     load: WorkerLoad = field(default_factory=WorkerLoad, compare=False)
     """Of its last renewal; two members are equal whatever their loads are."""
 
@@ -230,6 +232,7 @@ def member_from_proto(
         max_num_requests=record.max_num_requests,
         num_routers=max(1, record.num_routers),
         kv_block_bytes=record.kv_block_bytes,
+        has_experts=record.has_experts,
         load=WorkerLoad() if load is None else load_from_proto(load),
     )
 
@@ -258,6 +261,7 @@ def member_to_proto(member: Member) -> registry_pb2.PoolMember:
             max_num_requests=member.max_num_requests,
             num_routers=member.num_routers,
             kv_block_bytes=member.kv_block_bytes,
+            has_experts=member.has_experts,
         ),
         load=registry_pb2.WorkerLoad(
             num_requests_running=load.num_requests_running,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from runtime.pb import common_pb2 as runtime_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18runtime/pb/experts.proto\x12\ttandem.v1\x1a\x17runtime/pb/common.proto\"?\n\rRecordRequest\x12\x19\n\x11passes_per_window\x18\x01 \x01(\r\x12\x13\n\x0bnum_windows\x18\x02 \x01(\r\"h\n\x0bRecordFrame\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x16.tandem.v1.ExpertModelH\x00\x12\'\n\x06window\x18\x02 \x01(\x0b\x32\x15.tandem.v1.LoadWindowH\x00\x42\x07\n\x05\x66rame\"\xf5\x02\n\x0b\x45xpertModel\x12)\n\x06worker\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06layers\x18\x04 \x03(\r\x12\x13\n\x0bnum_experts\x18\x05 \x01(\r\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\x12\n\nnum_groups\x18\x07 \x01(\r\x12\x12\n\ntopk_group\x18\x08 \x01(\r\x12\x13\n\x0bhidden_size\x18\t \x01(\r\x12\x1d\n\x15moe_intermediate_size\x18\n \x01(\r\x12\x14\n\x0c\x65xpert_bytes\x18\x0b \x01(\x04\x12\x18\n\x10num_draft_layers\x18\x0c \x01(\r\x12\x11\n\tnum_ranks\x18\r \x01(\r\x12\x15\n\rnum_endpoints\x18\x0e \x01(\r\x12\x11\n\tnum_slots\x18\x0f \x01(\r\x12\x11\n\tplacement\x18\x10 \x01(\x0c\"B\n\nLoadWindow\x12\x12\n\nfirst_pass\x18\x01 \x01(\x04\x12\x10\n\x08\x65nd_pass\x18\x02 \x01(\x04\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x32G\n\x07\x45xperts\x12<\n\x06Record\x12\x18.tandem.v1.RecordRequest\x1a\x16.tandem.v1.RecordFrame0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18runtime/pb/experts.proto\x12\ttandem.v1\x1a\x17runtime/pb/common.proto\"?\n\rRecordRequest\x12\x19\n\x11passes_per_window\x18\x01 \x01(\r\x12\x13\n\x0bnum_windows\x18\x02 \x01(\r\"h\n\x0bRecordFrame\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x16.tandem.v1.ExpertModelH\x00\x12\'\n\x06window\x18\x02 \x01(\x0b\x32\x15.tandem.v1.LoadWindowH\x00\x42\x07\n\x05\x66rame\"\xf5\x02\n\x0b\x45xpertModel\x12)\n\x06worker\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06layers\x18\x04 \x03(\r\x12\x13\n\x0bnum_experts\x18\x05 \x01(\r\x12\r\n\x05top_k\x18\x06 \x01(\r\x12\x12\n\nnum_groups\x18\x07 \x01(\r\x12\x12\n\ntopk_group\x18\x08 \x01(\r\x12\x13\n\x0bhidden_size\x18\t \x01(\r\x12\x1d\n\x15moe_intermediate_size\x18\n \x01(\r\x12\x14\n\x0c\x65xpert_bytes\x18\x0b \x01(\x04\x12\x18\n\x10num_draft_layers\x18\x0c \x01(\r\x12\x11\n\tnum_ranks\x18\r \x01(\r\x12\x15\n\rnum_endpoints\x18\x0e \x01(\r\x12\x11\n\tnum_slots\x18\x0f \x01(\r\x12\x11\n\tplacement\x18\x10 \x01(\x0c\"U\n\nLoadWindow\x12\x12\n\nfirst_pass\x18\x01 \x01(\x04\x12\x10\n\x08\x65nd_pass\x18\x02 \x01(\x04\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x11\n\tplacement\x18\x04 \x01(\x0c\x32G\n\x07\x45xperts\x12<\n\x06Record\x12\x18.tandem.v1.RecordRequest\x1a\x16.tandem.v1.RecordFrame0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,7 +39,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPERTMODEL']._serialized_start=236
   _globals['_EXPERTMODEL']._serialized_end=609
   _globals['_LOADWINDOW']._serialized_start=611
-  _globals['_LOADWINDOW']._serialized_end=677
-  _globals['_EXPERTS']._serialized_start=679
-  _globals['_EXPERTS']._serialized_end=750
+  _globals['_LOADWINDOW']._serialized_end=696
+  _globals['_EXPERTS']._serialized_start=698
+  _globals['_EXPERTS']._serialized_end=769
 # @@protoc_insertion_point(module_scope)

@@ -60,11 +60,13 @@ class ExpertModel(_message.Message):
     def __init__(self, worker: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., name: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., num_experts: _Optional[int] = ..., top_k: _Optional[int] = ..., num_groups: _Optional[int] = ..., topk_group: _Optional[int] = ..., hidden_size: _Optional[int] = ..., moe_intermediate_size: _Optional[int] = ..., expert_bytes: _Optional[int] = ..., num_draft_layers: _Optional[int] = ..., num_ranks: _Optional[int] = ..., num_endpoints: _Optional[int] = ..., num_slots: _Optional[int] = ..., placement: _Optional[bytes] = ...) -> None: ...
 
 class LoadWindow(_message.Message):
-    __slots__ = ("first_pass", "end_pass", "counts")
+    __slots__ = ("first_pass", "end_pass", "counts", "placement")
     FIRST_PASS_FIELD_NUMBER: _ClassVar[int]
     END_PASS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
     first_pass: int
     end_pass: int
     counts: bytes
-    def __init__(self, first_pass: _Optional[int] = ..., end_pass: _Optional[int] = ..., counts: _Optional[bytes] = ...) -> None: ...
+    placement: bytes
+    def __init__(self, first_pass: _Optional[int] = ..., end_pass: _Optional[int] = ..., counts: _Optional[bytes] = ..., placement: _Optional[bytes] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from runtime.pb import common_pb2 as runtime_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19runtime/pb/registry.proto\x12\ttandem.v1\x1a\x17runtime/pb/common.proto\"\xa4\x03\n\x0cWorkerRecord\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x17\n\x0fmetrics_address\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x11\n\tnum_parts\x18\r \x01(\r\x12\x12\n\nstarted_ms\x18\x0e \x01(\x04\x12\x18\n\x10max_num_requests\x18\x0f \x01(\r\x12\x13\n\x0bnum_routers\x18\x10 \x01(\r\x12\x16\n\x0ekv_block_bytes\x18\x11 \x01(\x04\x12\x15\n\rcalls_address\x18\x12 \x01(\t\"\xf8\x03\n\nWorkerLoad\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_tokens_waiting\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x05 \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\x06 \x01(\r\x12\x10\n\x08sequence\x18\x07 \x01(\x04\x12\x1c\n\x14num_requests_blocked\x18\x08 \x01(\r\x12\x17\n\x0fnum_tokens_done\x18\t \x01(\x04\x12\x16\n\x0enum_steps_done\x18\n \x01(\x04\x12&\n\x08received\x18\x0b \x03(\x0b\x32\x14.tandem.v1.PeerBytes\x12\x0f\n\x07\x63lock_s\x18\x0c \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\r \x01(\x01\x12\x19\n\x11num_requests_done\x18\x0e \x01(\x04\x12-\n\x0etokens_by_tier\x18\x0f \x03(\x0b\x32\x15.tandem.v1.TierTokens\x12&\n\x06\x64rafts\x18\x10 \x01(\x0b\x32\x16.tandem.v1.DraftCounts\x12#\n\x05waits\x18\x11 \x03(\x0b\x32\x14.tandem.v1.RankBlock\"d\n\x0b\x44raftCounts\x12\x19\n\x11num_verifications\x18\x01 \x01(\x04\x12\x14\n\x08verified\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x14\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\x04\x42\x02\x10\x01\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\"\xa8\x01\n\tRankBlock\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07waits_s\x18\x02 \x03(\x02\x12\r\n\x05own_s\x18\x03 \x03(\x02\x12\x12\n\nown_mean_s\x18\x04 \x03(\x02\x12\x10\n\x08num_rows\x18\x05 \x01(\x02\x12\x12\n\nnum_tokens\x18\x06 \x01(\x02\x12\x1a\n\x12num_context_tokens\x18\x07 \x01(\x02\x12\x15\n\rfirst_waits_s\x18\x08 \x03(\x02\"\x81\x01\n\x0bRankPicture\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\x12\x13\n\x0bwait_shares\x18\x04 \x03(\x02\x12(\n\x08\x66indings\x18\x05 \x03(\x0b\x32\x16.tandem.v1.RankFinding\"\xd4\x01\n\x0bRankFinding\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06source\x18\x03 \x01(\x11\x12\r\n\x05ratio\x18\x04 \x01(\x01\x12\r\n\x05share\x18\x05 \x01(\x01\x12\x12\n\nconfidence\x18\x06 \x01(\x01\x12\x36\n\x08\x65vidence\x18\x07 \x03(\x0b\x32$.tandem.v1.RankFinding.EvidenceEntry\x1a/\n\rEvidenceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\nTierTokens\x12\r\n\x05order\x18\x01 \x01(\x05\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"=\n\tPeerBytes\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"_\n\x0fRegisterRequest\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\"n\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x02 \x01(\x01\x12\x1f\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x12\n\nsuperseded\x18\x04 \x01(\x08\"l\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x13\n\x0bnum_routers\x18\x04 \x01(\r\"\x1e\n\rRenewResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"%\n\x11\x44\x65registerRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\"Z\n\nPoolMember\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\"\x98\x01\n\x0cPoolSnapshot\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x07members\x18\x02 \x03(\x0b\x32\x15.tandem.v1.PoolMember\x12(\n\ndepartures\x18\x03 \x03(\x0b\x32\x14.tandem.v1.Departure\x12%\n\x05ranks\x18\x04 \x03(\x0b\x32\x16.tandem.v1.RankPicture\"t\n\tDeparture\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12+\n\x08identity\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.tandem.v1.DepartureReason*\x88\x01\n\x0f\x44\x65partureReason\x12 \n\x1c\x44\x45PARTURE_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45PARTURE_REASON_LEFT\x10\x01\x12\x19\n\x15\x44\x45PARTURE_REASON_LOST\x10\x02\x12\x1d\n\x19\x44\x45PARTURE_REASON_REPLACED\x10\x03\x32\x93\x02\n\x08Registry\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12:\n\x05Renew\x12\x17.tandem.v1.RenewRequest\x1a\x18.tandem.v1.RenewResponse\x12I\n\nDeregister\x12\x1c.tandem.v1.DeregisterRequest\x1a\x1d.tandem.v1.DeregisterResponse\x12;\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x17.tandem.v1.PoolSnapshot0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19runtime/pb/registry.proto\x12\ttandem.v1\x1a\x17runtime/pb/common.proto\"\xb9\x03\n\x0cWorkerRecord\x12+\n\x08identity\x18\x01 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.tandem.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x11\n\tnum_ranks\x18\x04 \x01(\r\x12\r\n\x05model\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\t\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x10\n\x08\x64raining\x18\n \x01(\x08\x12\x17\n\x0fmetrics_address\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x11\n\tnum_parts\x18\r \x01(\r\x12\x12\n\nstarted_ms\x18\x0e \x01(\x04\x12\x18\n\x10max_num_requests\x18\x0f \x01(\r\x12\x13\n\x0bnum_routers\x18\x10 \x01(\r\x12\x16\n\x0ekv_block_bytes\x18\x11 \x01(\x04\x12\x15\n\rcalls_address\x18\x12 \x01(\t\x12\x13\n\x0bhas_experts\x18\x13 \x01(\x08\"\xf8\x03\n\nWorkerLoad\x12\x1c\n\x14num_requests_running\x18\x01 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_tokens_waiting\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x05 \x01(\r\x12\x1e\n\x16num_quarantined_blocks\x18\x06 \x01(\r\x12\x10\n\x08sequence\x18\x07 \x01(\x04\x12\x1c\n\x14num_requests_blocked\x18\x08 \x01(\r\x12\x17\n\x0fnum_tokens_done\x18\t \x01(\x04\x12\x16\n\x0enum_steps_done\x18\n \x01(\x04\x12&\n\x08received\x18\x0b \x03(\x0b\x32\x14.tandem.v1.PeerBytes\x12\x0f\n\x07\x63lock_s\x18\x0c \x01(\x01\x12\x0e\n\x06\x62usy_s\x18\r \x01(\x01\x12\x19\n\x11num_requests_done\x18\x0e \x01(\x04\x12-\n\x0etokens_by_tier\x18\x0f \x03(\x0b\x32\x15.tandem.v1.TierTokens\x12&\n\x06\x64rafts\x18\x10 \x01(\x0b\x32\x16.tandem.v1.DraftCounts\x12#\n\x05waits\x18\x11 \x03(\x0b\x32\x14.tandem.v1.RankBlock\"d\n\x0b\x44raftCounts\x12\x19\n\x11num_verifications\x18\x01 \x01(\x04\x12\x14\n\x08verified\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x14\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\x04\x42\x02\x10\x01\x12\x0e\n\x06\x62udget\x18\x04 \x01(\r\"\xa8\x01\n\tRankBlock\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07waits_s\x18\x02 \x03(\x02\x12\r\n\x05own_s\x18\x03 \x03(\x02\x12\x12\n\nown_mean_s\x18\x04 \x03(\x02\x12\x10\n\x08num_rows\x18\x05 \x01(\x02\x12\x12\n\nnum_tokens\x18\x06 \x01(\x02\x12\x1a\n\x12num_context_tokens\x18\x07 \x01(\x02\x12\x15\n\rfirst_waits_s\x18\x08 \x03(\x02\"\x81\x01\n\x0bRankPicture\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x0e\n\x06step_s\x18\x03 \x01(\x01\x12\x13\n\x0bwait_shares\x18\x04 \x03(\x02\x12(\n\x08\x66indings\x18\x05 \x03(\x0b\x32\x16.tandem.v1.RankFinding\"\xd4\x01\n\x0bRankFinding\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x0e\n\x06source\x18\x03 \x01(\x11\x12\r\n\x05ratio\x18\x04 \x01(\x01\x12\r\n\x05share\x18\x05 \x01(\x01\x12\x12\n\nconfidence\x18\x06 \x01(\x01\x12\x36\n\x08\x65vidence\x18\x07 \x03(\x0b\x32$.tandem.v1.RankFinding.EvidenceEntry\x1a/\n\rEvidenceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\">\n\nTierTokens\x12\r\n\x05order\x18\x01 \x01(\x05\x12\r\n\x05share\x18\x02 \x01(\x01\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"=\n\tPeerBytes\x12\x0c\n\x04peer\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"_\n\x0fRegisterRequest\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\"n\n\x10RegisterResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x13\n\x0blease_ttl_s\x18\x02 \x01(\x01\x12\x1f\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Error\x12\x12\n\nsuperseded\x18\x04 \x01(\x08\"l\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x13\n\x0bnum_routers\x18\x04 \x01(\r\"\x1e\n\rRenewResponse\x12\r\n\x05known\x18\x01 \x01(\x08\"%\n\x11\x44\x65registerRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"\x14\n\x12\x44\x65registerResponse\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\"Z\n\nPoolMember\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\"\x98\x01\n\x0cPoolSnapshot\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12&\n\x07members\x18\x02 \x03(\x0b\x32\x15.tandem.v1.PoolMember\x12(\n\ndepartures\x18\x03 \x03(\x0b\x32\x14.tandem.v1.Departure\x12%\n\x05ranks\x18\x04 \x03(\x0b\x32\x16.tandem.v1.RankPicture\"t\n\tDeparture\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12+\n\x08identity\x18\x02 \x01(\x0b\x32\x19.tandem.v1.WorkerIdentity\x12*\n\x06reason\x18\x03 \x01(\x0e\x32\x1a.tandem.v1.DepartureReason*\x88\x01\n\x0f\x44\x65partureReason\x12 \n\x1c\x44\x45PARTURE_REASON_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44\x45PARTURE_REASON_LEFT\x10\x01\x12\x19\n\x15\x44\x45PARTURE_REASON_LOST\x10\x02\x12\x1d\n\x19\x44\x45PARTURE_REASON_REPLACED\x10\x03\x32\x93\x02\n\x08Registry\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12:\n\x05Renew\x12\x17.tandem.v1.RenewRequest\x1a\x18.tandem.v1.RenewResponse\x12I\n\nDeregister\x12\x1c.tandem.v1.DeregisterRequest\x1a\x1d.tandem.v1.DeregisterResponse\x12;\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x17.tandem.v1.PoolSnapshot0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,46 +38,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTCOUNTS'].fields_by_name['accepted']._serialized_options = b'\020\001'
   _globals['_RANKFINDING_EVIDENCEENTRY']._loaded_options = None
   _globals['_RANKFINDING_EVIDENCEENTRY']._serialized_options = b'8\001'
-  _globals['_DEPARTUREREASON']._serialized_start=2553
-  _globals['_DEPARTUREREASON']._serialized_end=2689
+  _globals['_DEPARTUREREASON']._serialized_start=2574
+  _globals['_DEPARTUREREASON']._serialized_end=2710
   _globals['_WORKERRECORD']._serialized_start=66
-  _globals['_WORKERRECORD']._serialized_end=486
-  _globals['_WORKERLOAD']._serialized_start=489
-  _globals['_WORKERLOAD']._serialized_end=993
-  _globals['_DRAFTCOUNTS']._serialized_start=995
-  _globals['_DRAFTCOUNTS']._serialized_end=1095
-  _globals['_RANKBLOCK']._serialized_start=1098
-  _globals['_RANKBLOCK']._serialized_end=1266
-  _globals['_RANKPICTURE']._serialized_start=1269
-  _globals['_RANKPICTURE']._serialized_end=1398
-  _globals['_RANKFINDING']._serialized_start=1401
-  _globals['_RANKFINDING']._serialized_end=1613
-  _globals['_RANKFINDING_EVIDENCEENTRY']._serialized_start=1566
-  _globals['_RANKFINDING_EVIDENCEENTRY']._serialized_end=1613
-  _globals['_TIERTOKENS']._serialized_start=1615
-  _globals['_TIERTOKENS']._serialized_end=1677
-  _globals['_PEERBYTES']._serialized_start=1679
-  _globals['_PEERBYTES']._serialized_end=1740
-  _globals['_REGISTERREQUEST']._serialized_start=1742
-  _globals['_REGISTERREQUEST']._serialized_end=1837
-  _globals['_REGISTERRESPONSE']._serialized_start=1839
-  _globals['_REGISTERRESPONSE']._serialized_end=1949
-  _globals['_RENEWREQUEST']._serialized_start=1951
-  _globals['_RENEWREQUEST']._serialized_end=2059
-  _globals['_RENEWRESPONSE']._serialized_start=2061
-  _globals['_RENEWRESPONSE']._serialized_end=2091
-  _globals['_DEREGISTERREQUEST']._serialized_start=2093
-  _globals['_DEREGISTERREQUEST']._serialized_end=2130
-  _globals['_DEREGISTERRESPONSE']._serialized_start=2132
-  _globals['_DEREGISTERRESPONSE']._serialized_end=2152
-  _globals['_WATCHREQUEST']._serialized_start=2154
-  _globals['_WATCHREQUEST']._serialized_end=2185
-  _globals['_POOLMEMBER']._serialized_start=2187
-  _globals['_POOLMEMBER']._serialized_end=2277
-  _globals['_POOLSNAPSHOT']._serialized_start=2280
-  _globals['_POOLSNAPSHOT']._serialized_end=2432
-  _globals['_DEPARTURE']._serialized_start=2434
-  _globals['_DEPARTURE']._serialized_end=2550
-  _globals['_REGISTRY']._serialized_start=2692
-  _globals['_REGISTRY']._serialized_end=2967
+  _globals['_WORKERRECORD']._serialized_end=507
+  _globals['_WORKERLOAD']._serialized_start=510
+  _globals['_WORKERLOAD']._serialized_end=1014
+  _globals['_DRAFTCOUNTS']._serialized_start=1016
+  _globals['_DRAFTCOUNTS']._serialized_end=1116
+  _globals['_RANKBLOCK']._serialized_start=1119
+  _globals['_RANKBLOCK']._serialized_end=1287
+  _globals['_RANKPICTURE']._serialized_start=1290
+  _globals['_RANKPICTURE']._serialized_end=1419
+  _globals['_RANKFINDING']._serialized_start=1422
+  _globals['_RANKFINDING']._serialized_end=1634
+  _globals['_RANKFINDING_EVIDENCEENTRY']._serialized_start=1587
+  _globals['_RANKFINDING_EVIDENCEENTRY']._serialized_end=1634
+  _globals['_TIERTOKENS']._serialized_start=1636
+  _globals['_TIERTOKENS']._serialized_end=1698
+  _globals['_PEERBYTES']._serialized_start=1700
+  _globals['_PEERBYTES']._serialized_end=1761
+  _globals['_REGISTERREQUEST']._serialized_start=1763
+  _globals['_REGISTERREQUEST']._serialized_end=1858
+  _globals['_REGISTERRESPONSE']._serialized_start=1860
+  _globals['_REGISTERRESPONSE']._serialized_end=1970
+  _globals['_RENEWREQUEST']._serialized_start=1972
+  _globals['_RENEWREQUEST']._serialized_end=2080
+  _globals['_RENEWRESPONSE']._serialized_start=2082
+  _globals['_RENEWRESPONSE']._serialized_end=2112
+  _globals['_DEREGISTERREQUEST']._serialized_start=2114
+  _globals['_DEREGISTERREQUEST']._serialized_end=2151
+  _globals['_DEREGISTERRESPONSE']._serialized_start=2153
+  _globals['_DEREGISTERRESPONSE']._serialized_end=2173
+  _globals['_WATCHREQUEST']._serialized_start=2175
+  _globals['_WATCHREQUEST']._serialized_end=2206
+  _globals['_POOLMEMBER']._serialized_start=2208
+  _globals['_POOLMEMBER']._serialized_end=2298
+  _globals['_POOLSNAPSHOT']._serialized_start=2301
+  _globals['_POOLSNAPSHOT']._serialized_end=2453
+  _globals['_DEPARTURE']._serialized_start=2455
+  _globals['_DEPARTURE']._serialized_end=2571
+  _globals['_REGISTRY']._serialized_start=2713
+  _globals['_REGISTRY']._serialized_end=2988
 # @@protoc_insertion_point(module_scope)

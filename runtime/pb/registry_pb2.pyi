@@ -20,7 +20,7 @@ DEPARTURE_REASON_LOST: DepartureReason
 DEPARTURE_REASON_REPLACED: DepartureReason
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid", "num_parts", "started_ms", "max_num_requests", "num_routers", "kv_block_bytes", "calls_address")
+    __slots__ = ("identity", "role", "address", "num_ranks", "model", "max_model_len", "layout_fingerprint", "transport", "block_size", "draining", "metrics_address", "pid", "num_parts", "started_ms", "max_num_requests", "num_routers", "kv_block_bytes", "calls_address", "has_experts")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class WorkerRecord(_message.Message):
     NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     CALLS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HAS_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     identity: _common_pb2.WorkerIdentity
     role: _common_pb2.Role
     address: str
@@ -57,7 +58,8 @@ class WorkerRecord(_message.Message):
     num_routers: int
     kv_block_bytes: int
     calls_address: str
-    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ..., num_routers: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., calls_address: _Optional[str] = ...) -> None: ...
+    has_experts: bool
+    def __init__(self, identity: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., layout_fingerprint: _Optional[str] = ..., transport: _Optional[str] = ..., block_size: _Optional[int] = ..., draining: bool = ..., metrics_address: _Optional[str] = ..., pid: _Optional[int] = ..., num_parts: _Optional[int] = ..., started_ms: _Optional[int] = ..., max_num_requests: _Optional[int] = ..., num_routers: _Optional[int] = ..., kv_block_bytes: _Optional[int] = ..., calls_address: _Optional[str] = ..., has_experts: bool = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("num_requests_running", "num_requests_waiting", "num_tokens_waiting", "num_free_blocks", "num_total_blocks", "num_quarantined_blocks", "sequence", "num_requests_blocked", "num_tokens_done", "num_steps_done", "received", "clock_s", "busy_s", "num_requests_done", "tokens_by_tier", "drafts", "waits")

@@ -10,6 +10,7 @@ import json
 import random
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -62,6 +63,7 @@ async def test_a_recording_counts_each_token_once(
 
 async def _check(cluster: Cluster, model_dir: Path) -> None:
     members = await members_of(cluster)
+    await _check_told(cluster)
     model = build_model(model_dir)
     counter = count_experts(model)
     assert counter is not None
@@ -84,6 +86,19 @@ async def _check(cluster: Cluster, model_dir: Path) -> None:
     # One process with all of it chooses the same, but where two experts are as good.
     recorded = sum(trace.counts_NLE.sum(axis=0) for trace in traces.values())
     assert np.abs(recorded - counter.start_reading().read()).sum() <= 4
+
+
+async def _check_told(cluster: Cluster) -> None:
+    """The console offers the instances whose experts can be recorded."""
+    async with (
+        aiohttp.ClientSession(cluster.base_url) as http,
+        http.get("/console/data") as response,
+    ):
+        told = (await response.json())["with_experts"]
+    assert told == [
+        {"instance": "decode-0", "role": "decode"},
+        {"instance": "prefill-0", "role": "prefill"},
+    ]
 
 
 async def members_of(cluster: Cluster) -> PoolMembers:

@@ -88,6 +88,7 @@ class FakeWorker:
     """As told to the registry; nothing bounds them here."""
     choose: Choose | None = None
     """Instead of the script."""
+    add_experts: Callable[[grpc.aio.Server], None] | None = None  # serves what tells of them
     traces: list[tuple[str, str]] = field(default_factory=list)
     """Calls, and the id of the trace that each came with."""
     server: grpc.aio.Server | None = None
@@ -119,9 +120,17 @@ class FakeWorker:
             transport="loopback",
             block_size=64,
             max_num_requests=self.max_num_requests,
+            has_experts=self.add_experts is not None,
         )
         self.registration = RegistryClient(control, CREDENTIALS, record, self.load)
         await self.registration.start()
+
+    def make_server(self) -> grpc.aio.Server:
+        """What both roles serve alike."""
+        server = create_server(CREDENTIALS)
+        if self.add_experts is not None:
+            self.add_experts(server)
+        return server
 
     def carry(
         self, name: str, request: type[Message], handler: Callable[..., Awaitable[Message]]
@@ -275,7 +284,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     async def start(self, control: str, port: int = 0) -> None:
         listen = Listen(bind=self.host, port=port)
-        self.server = create_server(CREDENTIALS)
+        self.server = self.make_server()
         decode_pb2_grpc.add_DecodeServicer_to_server(self, self.server)
         port = bind_port(self.server, listen, CREDENTIALS)
         await self.server.start()
@@ -496,7 +505,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
 
     async def start(self, control: str, port: int = 0) -> None:
         listen = Listen(bind=self.host, port=port)
-        self.server = create_server(CREDENTIALS)
+        self.server = self.make_server()
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, self.server)
         self.address = listen.address(bind_port(self.server, listen, CREDENTIALS))
         await self.server.start()

@@ -15,6 +15,7 @@ function show() {
   showWorkers(matches);
   showTtft(snapshot);
   showRanks(snapshot);
+  showExperts(snapshot);
   showLists(snapshot, matches);
   showDrawer();
 }

@@ -16,6 +16,7 @@ from router.http.connections import Connections
 from router.http.console.observer import Observer
 from router.http.console.page import load_page
 from router.http.console.sign_in import SignIn
+from router.http.experts import ExpertRecordings
 from router.http.serving import Serving
 from router.pool.journal import PoolJournal
 from runtime.logging import get_logger
@@ -45,6 +46,7 @@ class Console:
         self._gate = serving.gate
         self._page = load_page(can_sign_out=self._gate.asks_for_keys)
         self._sign_in = SignIn(self._gate)
+        self._recordings = ExpertRecordings(serving)
         self._loop = asyncio.get_running_loop()
         self._num_viewers = 0
         self._built_at = -INTERVAL_S
@@ -62,6 +64,8 @@ class Console:
             web.get("/", self.root),
             web.get("/console", self.page),
             web.get("/console/data", self.data),
+            # As /experts, where a browser's session counts; who records there waits for no page.
+            web.get("/console/experts", self._recordings.answer),
             *self._sign_in.routes(),
         ]
 

@@ -1,6 +1,6 @@
 "use strict";
 // What every part of the page is drawn with. The files are one script, in this order: draw, panels,
-// workers, console. Texts are set as text, never as markup: names and ids are of others.
+// ranks, experts, workers, console. Texts are set as text, never as markup: names and ids are of others.
 
 const $ = (id) => document.getElementById(id);
 
@@ -56,6 +56,38 @@ function drawSpark(node, values = [], least = 0) {
   node.shownLine = line;
   node.firstChild.setAttribute("d", area);
   node.lastChild.setAttribute("d", line);
+}
+
+// Maps of shaded cells, rows by columns; `tell` is called with the place of the cell that is pointed at
+
+function heatMap(node, tell) {
+  let shape = "", cells = [];
+  node.addEventListener("mouseover", ({ target }) => { if (target.place) tell(...target.place); });
+  return {
+    lay(numRows, numColumns, classOf = () => "") {
+      if (shape === `${numRows} ${numColumns}`) return;
+      shape = `${numRows} ${numColumns}`;
+      cells = Array.from({ length: numRows * numColumns }, (_, at) => {
+        const place = [Math.floor(at / numColumns), at % numColumns];
+        return Object.assign(make("i", classOf(...place)), { place });
+      });
+      node.style.setProperty("--columns", numColumns);
+      node.style.setProperty("--rows", numRows);
+      node.style.setProperty("--gap", numRows > 24 ? "0px" : "1px");
+      node.replaceChildren(...cells);
+    },
+    shade(shareOf) { for (const cell of cells) setShare(cell, shareOf(...cell.place)); },
+  };
+}
+
+function chosenName(list, names) { // of a list that offers these
+  if (list.shownNames !== names.join()) {
+    const before = list.value;
+    list.shownNames = names.join();
+    list.replaceChildren(...names.map((name) => make("option", "", name)));
+    if (names.includes(before)) list.value = before;
+  }
+  return list.value;
 }
 
 // Numbers

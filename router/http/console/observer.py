@@ -27,6 +27,14 @@ MAX_TEXT = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertInstance:
+    """Whose experts can be recorded."""
+
+    instance: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All that the page is told, once a second."""
 
@@ -40,6 +48,7 @@ class Snapshot:
     pool: PoolPicture
     ranks: Sequence[Mapping[str, object]]
     """Of instances whose ranks wait for one another."""
+    with_experts: Sequence[ExpertInstance]
 
 
 class Observer:
@@ -104,6 +113,7 @@ class Observer:
             requests=merge(parts, wall),
             pool=self._picture(wall),
             ranks=[describe(picture) for picture in serving.ranks],
+            with_experts=_with_experts(serving.backends.members()),
         )
         return snapshot, self._history.view(self._number, [part.history for part in parts])
 
@@ -179,6 +189,11 @@ def _live_request(generation: Generation, now: float) -> LiveRequest:
         num_output_tokens=generation.num_tokens,
         num_migrations=generation.timings.num_migrations,
     )
+
+
+def _with_experts(members: Sequence[Member]) -> list[ExpertInstance]:
+    names = {(m.role.value, m.key.instance) for m in members if m.has_experts}
+    return [ExpertInstance(instance=name, role=role) for role, name in sorted(names)]
 
 
 def _event(event: PoolEvent) -> Event:

@@ -15,7 +15,7 @@ SIGN_OUT_MARK = "<!-- sign-out -->"
 PROBLEM_MARK = "<!-- problem -->"
 STYLE_MARK = "/* console.css */"
 SCRIPT_MARK = "/* console.js */"
-SCRIPTS = ("draw.js", "panels.js", "ranks.js", "workers.js", "console.js")
+SCRIPTS = ("draw.js", "panels.js", "ranks.js", "experts.js", "workers.js", "console.js")
 """One script, in this order."""
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +16,12 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
+from engine.experts.placements import ExpertPlacements
 from router.errors import RecordingError, RequestError
 from router.http.experts import MAX_ROWS, Asked, ExpertRecordings
 from router.pool.members import Role, WorkerKey
 from tests.router.conftest import Cluster
-from tests.worker.counted_rank import CREDENTIALS, Rank, listening, make_experts
+from tests.worker.counted_rank import CREDENTIALS, EXPERTS, Rank, listening, make_experts
 
 
 @pytest.fixture
@@ -26,8 +29,9 @@ def ranks(tmp_path: Path) -> list[Rank]:
     return [Rank(make_experts(tmp_path / str(number))) for number in range(2)]
 
 
-@pytest.fixture
-async def recordings(ranks: list[Rank]) -> AsyncIterator[ExpertRecordings]:
+@contextlib.asynccontextmanager
+async def recordings_of(ranks: list[Rank]) -> AsyncIterator[ExpertRecordings]:
+    """Of both."""
     async with listening(ranks[0].feed) as first, listening(ranks[1].feed) as second:
         members = [
             SimpleNamespace(
@@ -43,13 +47,25 @@ async def recordings(ranks: list[Rank]) -> AsyncIterator[ExpertRecordings]:
         yield ExpertRecordings(serving)
 
 
-async def answer(recordings: ExpertRecordings, query: str, ranks: list[Rank]) -> Any:
-    """What is said of steps that run once all ranks are followed."""
+@pytest.fixture
+async def recordings(ranks: list[Rank]) -> AsyncIterator[ExpertRecordings]:
+    async with recordings_of(ranks) as recordings:
+        yield recordings
+
+
+async def answer(
+    recordings: ExpertRecordings,
+    query: str,
+    ranks: list[Rank],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Any:
+    """What is said of steps that run once all ranks are followed, and of what is done then."""
     asking = asyncio.ensure_future(
         recordings.answer(make_mocked_request("GET", f"/experts?{query}"))
     )
     while not asking.done() and not all(rank.num_followers for rank in ranks):
         await asyncio.sleep(0.01)
+    meanwhile()
     for _ in range(4):
         for rank in ranks:
             rank.step({(1, 0): 6, (1, 7): 2, (2, 3): 8})
@@ -63,11 +79,50 @@ async def test_it_says_how_even_ranks_are(recordings: ExpertRecordings, ranks: l
     )  # fmt: skip
     assert told["hottest"][0]["tokens"] == 48
     assert told["now"]["overall"] == 1.0, "one rank holds all"
+    assert told["rank_load"][0]["times_mean"] == [[1.0], [1.0]]
     for _ in range(100):
         if not any(rank.num_followers for rank in ranks):
             break
         await asyncio.sleep(0.02)
     assert not any(rank.num_followers for rank in ranks), "nothing stays switched on"
+
+
+@pytest.mark.parametrize("moves", [False, True])
+async def test_it_says_where_the_rows_went(tmp_path: Path, moves: bool) -> None:
+    """Nine slots of three ranks: the eight experts, which cannot be dealt evenly, and a copy."""
+    placements = ExpertPlacements.alike(
+        [*range(EXPERTS), 0], EXPERTS, layers=range(1, 3), can_change=True
+    )
+    ranks = [
+        Rank(replace(make_experts(tmp_path / name), placements=placements, num_ranks=3))
+        for name in ("0", "1")
+    ]
+
+    def move() -> None:
+        if moves:  # experts 0 and 3 of the second layer change places
+            placements.move([(1, 0, 3), (1, 3, 0)])
+
+    async with recordings_of(ranks) as recordings:
+        told = json.loads((await answer(recordings, "passes=2", ranks, move)).body)
+    (load,) = told["rank_load"]
+    assert (load["instance"], load["layers"]) == ("decode-0", [1, 2])
+    second = [3.0, 0.0, 0.0] if moves else [0.0, 3.0, 0.0]
+    assert load["times_mean"] == [[1.125, 0.0, 1.875], second]
+    assert load["now"]["worst_layer"] == pytest.approx(1 / 3)
+    assert 0 < load["floor"]["overall"] <= 1
+    assert "now" not in told, "there is no order to hold eight experts on three ranks in"
+
+
+async def test_steps_of_nobody_say_nothing(recordings: ExpertRecordings, ranks: list[Rank]) -> None:
+    asking = asyncio.ensure_future(
+        recordings.answer(make_mocked_request("GET", "/experts?passes=1"))
+    )
+    while not all(rank.num_followers for rank in ranks):
+        await asyncio.sleep(0.01)
+    for rank in ranks:
+        rank.step({})
+    with pytest.raises(RecordingError, match="no step had a token"):
+        await asking
 
 
 async def test_a_trace_is_what_tandem_reads(

@@ -18,6 +18,8 @@ from tests.router.conftest import Cluster, StartRouter
 from tests.router.fakes import SECRET
 
 OPERATIONS = ("/status", "/console/data", "/console")
+RECORDINGS = ("/experts", "/console/experts")
+"""Which nobody can make of no workers: 409 for who may."""
 METRICS = ("/metrics", "/targets")
 BROWSER = {"Accept": "text/html,*/*;q=0.8"}
 
@@ -67,6 +69,8 @@ async def test_each_right_opens_its_own_paths(start_router: StartRouter, keys_fi
         assert await statuses(cluster, METRICS, key) == {of_metrics}
         # The page itself asks for a key, whatever came.
         assert await statuses(cluster, OPERATIONS[:2], key) == {of_operations}
+        may_record = 409 if of_operations == 200 else of_operations
+        assert await statuses(cluster, RECORDINGS, key) == {may_record}
         wanted = 200 if of_operations == 200 else 401
         assert await statuses(cluster, OPERATIONS[2:], key) == {wanted}
         assert await statuses(cluster, ("/health",), key) == {200}
@@ -120,9 +124,13 @@ async def test_a_browser_signs_in_once_and_no_script_sees_the_session(
             assert "Sign out" in await response.text()
         async with http.get("/console/data") as response:
             assert response.status == 200
+        async with http.get("/console/experts") as response:
+            assert response.status == 409, "let in, and there is no worker"
         # A session is for the console alone.
         (morsel,) = jar
         sent = {"Cookie": f"{SESSION_COOKIE}={morsel.value}"}
+        async with http.get("/experts", headers=sent) as response:
+            assert response.status == 401
         async with http.get("/status", headers=sent) as response:
             assert response.status == 401
         async with http.get("/v1/models", headers=sent) as response:

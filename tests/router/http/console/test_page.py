@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bench.ranks.played import Fault, play
+from engine.experts.placements import ExpertPlacements
 from router.keys.file import add_to_file, remove_from_file
 from router.keys.record import KeyRecord, Right, hash_key, new_key
 from router.pool.members import WorkerKey
@@ -21,6 +27,8 @@ from tests.router.fakes import FakeDecode
 from tests.router.http.console.browser import Tab, chromium, open_tab
 from tests.router.http.console.crowd import Crowd, ask
 from tests.router.pool.test_rank_watch import blocks_of
+from tests.worker.counted_rank import EXPERTS, Rank, make_experts
+from worker.expert_service import add_experts
 
 pytestmark = [
     pytest.mark.slow,
@@ -282,3 +290,81 @@ async def test_a_map_shows_who_waits_for_whom_and_what_is_slow(cluster: Cluster,
         "new MouseEvent('mouseover', {bubbles: true}))"
     )
     assert "rank 0 waits" in await text_of(tab, "#ranks-at")
+
+
+SHADES = (
+    "[...document.querySelectorAll('#load i')].map((cell) => cell.style.getPropertyValue('--v'))"
+)
+
+
+@contextlib.asynccontextmanager
+async def counting_decode(cluster: Cluster, folder: Path) -> AsyncIterator[Rank]:
+    """A decode rank in the pool whose experts are dealt to four, and that steps when it is told."""
+    placements = ExpertPlacements.alike(range(EXPERTS), EXPERTS, layers=range(1, 3))
+    rank = Rank(replace(make_experts(folder), placements=placements, num_ranks=4))
+    options: Any = SimpleNamespace(
+        role="decode", served_name=MODEL, section=SimpleNamespace(num_endpoints=1)
+    )
+    decode = FakeDecode("decode-1", MODEL, cluster.script)
+    decode.add_experts = partial(
+        add_experts, identity=decode.identity, options=options, feed=rank.feed
+    )
+    cluster.decodes.append(decode)
+    await decode.start(cluster.control)
+    yield rank
+
+
+async def test_rows_of_ranks_by_layers_are_recorded_while_somebody_looks(
+    cluster: Cluster, tab: Tab, tmp_path: Path
+) -> None:
+    """Two rows of experts go to rank 1 in the first layer for one that goes to each other rank."""
+    await open_page(tab, cluster, 2)
+    assert await tab.evaluate("document.querySelector('#experts').hidden")
+    async with counting_decode(cluster, tmp_path) as rank:
+        await tab.until("!document.querySelector('#experts').hidden")
+        assert await tab.evaluate("document.querySelector('#experts-of').value") == "decode-1"
+        assert rank.num_followers == 0, "nobody has asked yet"
+        await tab.evaluate("LOOK.seconds = 0.3; document.querySelector('#record').click()")
+        await tab.until(
+            "document.querySelector('#experts-note').textContent.startsWith('no step was made')"
+        )
+        rows = {
+            (1, 0): 2,
+            (1, 2): 4,
+            (1, 4): 2,
+            (1, 6): 2,
+            (2, 1): 1,
+            (2, 3): 1,
+            (2, 5): 1,
+            (2, 7): 1,
+        }
+        await tab.evaluate("LOOK.seconds = 60")
+        while await tab.evaluate("document.querySelectorAll('#load i').length") == 0:
+            if rank.num_followers:
+                rank.step(rows)
+            await asyncio.sleep(0.01)
+        assert await tab.evaluate(SHADES) == ["0.00"] * 2 + ["1.00"] + ["0.00"] * 5
+        assert "4 ranks, 16 steps of 5 tokens; balancedness 0.700" in await text_of(
+            tab, "#experts-note"
+        )
+        await tab.evaluate(
+            "document.querySelectorAll('#load i')[2].dispatchEvent("
+            "new MouseEvent('mouseover', {bubbles: true}))"
+        )
+        assert await text_of(tab, "#experts-at") == "layer 1, rank 1: 1.60 times the mean"
+        await cluster.until(lambda: rank.num_followers > 0)  # the next look, at nothing yet
+        for is_hidden in (True, False):
+            await tab.evaluate(
+                "Object.defineProperty(document, 'hidden',"
+                f" {{value: {json.dumps(is_hidden)}, configurable: true}});"
+                "document.dispatchEvent(new Event('visibilitychange'))"
+            )
+            await cluster.until(lambda is_hidden=is_hidden: is_hidden != (rank.num_followers > 0))
+        await tab.evaluate("document.querySelector('#record').click()")
+        await cluster.until(lambda: rank.num_followers == 0)
+        assert await tab.evaluate("document.querySelector('#experts-body').hidden")
+        await asyncio.sleep(2.5)
+        assert rank.num_followers == 0, "nor is it asked again"
+    # The browser itself says what was answered 409.
+    assert all("409" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
