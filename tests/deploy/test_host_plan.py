@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -120,8 +121,17 @@ def test_ports_that_are_none_are_refused(base: int) -> None:
 
 
 def test_a_taken_port_is_named_before_a_model_is_loaded() -> None:
-    with listen_at("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
+    with contextlib.ExitStack() as held:
+        port = _taken_behind_a_free_one(held)
         where = place(listen=Listen(bind="127.0.0.1"), ports=HostPorts(base=port - 1))
         with pytest.raises(ConfigError, match=f"port {port}: cannot listen on 127.0.0.1"):
             check_ports(where, 2)
+
+
+def _taken_behind_a_free_one(held: contextlib.ExitStack) -> int:
+    """Return a port that is taken for as long as `held` is open; the one before it is free now."""
+    for _ in range(100):
+        port: int = held.enter_context(listen_at("127.0.0.1", 0)).getsockname()[1]
+        with contextlib.suppress(OSError), listen_at("127.0.0.1", port - 1):
+            return port
+    raise AssertionError("no port is free")

@@ -106,7 +106,7 @@ def test_text_is_that_of_experts_that_stand(tmp_path: Path) -> None:
     assert text["compared"]["tokens"] == 6 * text["compared"]["steps"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_text_is_that_of_experts_that_come_from_host_memory(tmp_path: Path) -> None:
     log, on = tmp_path / "log.npz", "--set decode.rebalance_experts=on"
