@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from engine.batch import ForwardBatch
+from engine.execution import Execution
 from engine.graphs.chunk_graphs import ChunkGraphs
 from engine.graphs.prompt_inputs import PromptInputs
 from engine.graphs.suffix_inputs import SuffixInputs
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.parallel.dims import ParallelDims
+from engine.parallel.gathered_dispatcher import GatheredDispatcher
+from engine.parallel.groups import ProcessGroups
+from engine.parallel.row_formats import ExpertShare, PlainRows
+from tests.engine.parallel.counting_dispatcher import CountingDispatcher
+from tests.engine.parallel.thread_ranks import Meetings, ThreadGroup
+
+NUM_RANKS, NUM_EXPERTS = 2, 8
 
 
 def suffix_graphs(
@@ -52,3 +64,28 @@ def prompt_graphs(
         device=pool.device,
     )
     return ChunkGraphs(model, pool, [inputs], **more)
+
+
+def run_rank(
+    rank: int,
+    meetings: Meetings,
+    *,
+    build: Callable[..., DeepseekV3ForCausalLM],
+    capture: Callable[[DeepseekV3ForCausalLM], tuple[ChunkGraphs, KVPool]],
+    batch: ForwardBatch,
+) -> tuple[Tensor, Tensor, int]:
+    """Run a step on one of `NUM_RANKS` ranks that share heads, rows, and experts.
+
+    Returns:
+        Hidden states, the pool without its dummy block, and rows that went to experts.
+    """
+    group = ThreadGroup(rank=rank, size=NUM_RANKS, meetings=meetings)
+    dims = ParallelDims(tp=NUM_RANKS, ep=NUM_RANKS, rank=rank)
+    groups = ProcessGroups(dims=dims, tp_group=group, ep_group=group)
+    num_local = NUM_EXPERTS // NUM_RANKS
+    share = ExpertShare(first=rank * num_local, num_local=num_local, num_ranks=NUM_RANKS)
+    counting = CountingDispatcher(GatheredDispatcher(PlainRows(share), group))
+    execution = Execution(scatter_tokens=True, dispatcher=counting)
+    graphs, pool = capture(build(groups=groups, execution=execution))
+    counting.num_rows = 0
+    return graphs.run(batch), pool.data[1:], counting.num_rows

@@ -7,6 +7,7 @@ is as long as any may be, runs the very same numbers, so that every bit has to a
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,13 @@ from engine.graphs.chunk_graphs import ChunkGraphs, capture_chunks, chunk_sizes,
 from engine.kernels.portable import portable_kernels
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
-from engine.parallel.dims import ParallelDims
-from engine.parallel.gathered_dispatcher import GatheredDispatcher
-from engine.parallel.groups import ProcessGroups
-from engine.parallel.row_formats import ExpertShare, PlainRows
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
-from tests.engine.graphs.chunks import suffix_graphs
+from tests.engine.graphs.chunks import NUM_RANKS, run_rank, suffix_graphs
 from tests.engine.parallel.counting_dispatcher import CountingDispatcher, local_dispatcher
-from tests.engine.parallel.thread_ranks import Meetings, ThreadGroup, run_ranks
+from tests.engine.parallel.thread_ranks import run_ranks
 from tests.engine.tiny import write_checkpoint
 
 BLOCK_SIZE, MAX_SEQS, MAX_MODEL_LEN = 4, 3, 96
@@ -258,32 +255,20 @@ def test_a_model_that_reads_counts_says_so(paged: DeepseekV3ForCausalLM) -> None
         assert "lengths" in why_no_chunks(paged)
 
 
-NUM_RANKS = 2
-
-
-def run_rank(checkpoint: Path, rank: int, meetings: Meetings) -> tuple[Tensor, Tensor, int]:
-    """Run a short step on one of the ranks that share heads, rows, and experts."""
-    group = ThreadGroup(rank=rank, size=NUM_RANKS, meetings=meetings)
-    dims = ParallelDims(tp=NUM_RANKS, ep=NUM_RANKS, rank=rank)
-    groups = ProcessGroups(dims=dims, tp_group=group, ep_group=group)
-    num_local = 8 // NUM_RANKS
-    share = ExpertShare(first=rank * num_local, num_local=num_local, num_ranks=NUM_RANKS)
-    counting = CountingDispatcher(GatheredDispatcher(PlainRows(share), group))
-    execution = Execution(scatter_tokens=True, dispatcher=counting)
-    model = build(checkpoint, has_pages=True, groups=groups, execution=execution)
-    graphs = make_graphs(model, make_pool(model))
-    counting.num_rows = 0
-    pool = graphs._kv_pool
-    hidden = graphs.run(build_forward_batch(schedule([(5, 41), (6, 80)]), BLOCK_SIZE))
-    return hidden, pool.data[1:], counting.num_rows
+def capture(model: DeepseekV3ForCausalLM) -> tuple[ChunkGraphs, KVPool]:
+    pool = make_pool(model)
+    return make_graphs(model, pool), pool
 
 
 def test_ranks_that_share_heads_agree_and_send_no_padding(
     checkpoint: Path, paged: DeepseekV3ForCausalLM
 ) -> None:
     """Of 24 rows, 12 a rank, the last of the second rank are padding."""
-    ranks = run_ranks(NUM_RANKS, lambda rank, meetings: run_rank(checkpoint, rank, meetings))
     batch = build_forward_batch(schedule([(5, 41), (6, 80)]), BLOCK_SIZE)
+    run = partial(
+        run_rank, build=partial(build, checkpoint, has_pages=True), capture=capture, batch=batch
+    )
+    ranks = run_ranks(NUM_RANKS, run)
     expected, expected_kv = run_plain(paged, batch)
     for hidden, kv, _ in ranks:
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
