@@ -45,6 +45,14 @@ class DispatcherKind(StrEnum):
     COLLECTIVES = "collectives"
 
 
+class ReduceScatterKind(StrEnum):
+    """How ranks that share heads sum their parts; see `engine.parallel.choose_reduce_scatter`."""
+
+    AUTO = "auto"
+    NVLINK = "nvlink"
+    COLLECTIVES = "collectives"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """The model of a rank.
@@ -99,6 +107,7 @@ class ChunkSteps:
             on a stream of its own, on a GPU, beside routing too.
         dependent_launches: in steps that are captured, bring a kernel onto a Hopper GPU while the
             one before it runs (PDL).
+        reduce_scatter: how the ranks of the tp axis sum, where each keeps its share.
     """
 
     max_num_batched_tokens: int = 1024
@@ -108,6 +117,7 @@ class ChunkSteps:
     max_masked_tokens: int | Literal[Switch.AUTO] = Switch.AUTO
     overlap_shared_expert: bool = True
     dependent_launches: Switch = Switch.AUTO
+    reduce_scatter: ReduceScatterKind = ReduceScatterKind.AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from engine.options import (
     EngineOptions,
     KVOptions,
     ModelOptions,
+    ReduceScatterKind,
     Switch,
     TokenSteps,
 )
@@ -45,6 +46,7 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 max_masked_tokens=_or_auto(section.max_masked_tokens),
                 overlap_shared_expert=section.overlap_shared_expert,
                 dependent_launches=Switch(section.dependent_launches),
+                reduce_scatter=ReduceScatterKind(section.reduce_scatter),
             )
         case DecodeSection():
             prefix = "decode."

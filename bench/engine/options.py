@@ -33,7 +33,8 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
         (
             "expert_parallel", "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps",
             "two_batch_overlap", "scatter_tokens", "cuda_graphs", "max_masked_tokens",
-            "overlap_shared_expert", "dependent_launches", "num_redundant_experts", *_PLACED,
+            "overlap_shared_expert", "dependent_launches", "reduce_scatter",
+            "num_redundant_experts", *_PLACED,
         )
     ),
     "decode": frozenset(

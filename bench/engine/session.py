@@ -190,7 +190,15 @@ def describe_execution(execution: Execution) -> Report:
         "overlap_shared_expert": execution.overlap_shared_expert,
         "side_stream": execution.side_stream is not None,
         "dependent_launches": execution.dependent_launches,
+        "reduce_scatter": _name_sums(execution),
     }
+
+
+def _name_sums(execution: Execution) -> str | None:
+    """How ranks that share heads sum their parts; None where they do not by shares."""
+    if execution.tp_group is None or execution.tp_group.size == 1 or not execution.scatter_tokens:
+        return None
+    return "collectives" if execution.tp_group.sums is None else "nvlink"
 
 
 def _fill(pool: KVPool) -> KVPool:

@@ -7,7 +7,7 @@ is in the constants here (of dispatchers: in `choose_dispatcher`), and is decide
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from engine.model.spec import CommonConfig
 from engine.operations import do_nothing
 from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
 from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts
+from engine.parallel.choose_reduce_scatter import OpenGroup, choose_reduce_scatter
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.short_rows import most_masked_tokens
@@ -95,6 +96,8 @@ def open_execution(
     """
     opened: OpenDispatcher | None = None
     device, max_masked = streams.device, 0
+    summing = _open_sums(options, config, groups, device)
+    groups = replace(groups, tp_group=summing.group)
     if config.experts is None:
         _refuse_masked(options, "the model has no experts")
     else:
@@ -115,9 +118,32 @@ def open_execution(
             execution = _of_chunks(chunks, streams, groups.dims)
         case TokenSteps() as tokens:
             execution = _of_tokens(tokens, streams, max(groups.dims.dp, played_ranks))
-    execution = replace(execution, dispatcher=dispatcher, max_masked_tokens=max_masked)
-    close = do_nothing if opened is None else partial(_close_on, device, opened)
-    return OpenExecution(execution=execution, close=close)
+    execution = replace(
+        execution,
+        dispatcher=dispatcher,
+        max_masked_tokens=max_masked,
+        tp_group=summing.group,
+    )
+    closing = [summing.close] if opened is None else [summing.close, opened.close]
+    return OpenExecution(execution=execution, close=partial(_close_on, device, closing))
+
+
+def _open_sums(
+    options: EngineOptions, config: CommonConfig, groups: ProcessGroups, device: torch.device
+) -> OpenGroup:
+    """Return the ranks that share heads, with what they sum by."""
+    steps = options.steps
+    if not isinstance(steps, ChunkSteps):
+        return OpenGroup(group=groups.tp_group)
+    return choose_reduce_scatter(
+        groups.tp_group,
+        steps.reduce_scatter,
+        device=device,
+        max_tokens=options.max_rows,
+        hidden_size=config.hidden_size,
+        is_scattered=steps.scatter_tokens,
+        overlaps=overlap_of(steps, groups.dims) is not None,
+    )
 
 
 def _records_costs(options: EngineOptions) -> bool:
@@ -135,9 +161,10 @@ def _open(
     return open_dispatcher(options, experts, played_ranks=played_ranks), max_masked
 
 
-def _close_on(device: torch.device, opened: OpenDispatcher) -> None:
+def _close_on(device: torch.device, closing: Sequence[Callable[[], None]]) -> None:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        opened.close()
+        for close in closing:
+            close()
 
 
 def overlap_of(steps: ChunkSteps, dims: ParallelDims) -> OverlapRule | None:

@@ -11,9 +11,9 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from engine.kernels.fused.dependent import break_chain
 from engine.parallel.dims import ParallelDims
-from engine.parallel.pending import Pending, Ready
+from engine.parallel.pending import Pending, Ready, Then
 from runtime.errors import PeerLostError
 from runtime.net import is_loopback
 
@@ -52,18 +52,41 @@ class _Launched:
         return self.result
 
 
+class PeerSums(Protocol):
+    """Another way to sum rows over the ranks of a group than the library's, open on all of them."""
+
+    def takes(self, partial_PD: Tensor) -> bool:
+        """Return whether it sums such rows: the same on all ranks."""
+        ...
+
+    def start(self, partial_PD: Tensor, own: Pending[Tensor] | None = None) -> Pending[Tensor]:
+        """See `RankGroup.start_reduce_scatter`; not for two sums in flight."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """One axis: `size` ranks of which this is number `rank`. Collectives must be called by all."""
+    """One axis: `size` ranks of which this is number `rank`. Collectives must be called by all.
+
+    Attributes:
+        rank: of this process.
+        size: ranks.
+        sums: reduce-scatters what it takes; None for the library alone.
+    """
 
     rank: int = 0
     size: int = 1
+    sums: PeerSums | None = None
     _group: dist.ProcessGroup | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The library's group, for libraries that want it; None where there is one rank."""
         return self._group
+
+    def summed_by(self, sums: PeerSums) -> "RankGroup":
+        """Return the same ranks, which reduce-scatter by `sums` what that takes."""
+        return replace(self, sums=sums)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, in place, of a tensor of equal shape on all of them."""
@@ -93,8 +116,21 @@ class RankGroup:
             work = getattr(self._group, _ALL_GATHER)(gathered, source, options)
         return _Launched("all_gather", work, gathered, source)
 
-    def start_reduce_scatter(self, tensor: Tensor) -> Pending[Tensor]:
-        """Start to sum [T, ...] over the ranks; each gets its T / size rows, in rank order."""
+    def start_reduce_scatter(
+        self, tensor: Tensor, own: Pending[Tensor] | None = None
+    ) -> Pending[Tensor]:
+        """Start to sum [T, ...] over the ranks; each gets its T / size rows, in rank order.
+
+        Args:
+            tensor: of equal shape on all ranks.
+            own: [T / size, ...], added to this rank's rows.
+        """
+        if self.sums is not None and self.sums.takes(tensor):
+            return self.sums.start(tensor, own)
+        summing = self._start_library_reduce_scatter(tensor)
+        return summing if own is None else Then(summing, lambda total: total.add_(own.wait()))
+
+    def _start_library_reduce_scatter(self, tensor: Tensor) -> Pending[Tensor]:
         if self.size == 1:
             return Ready(tensor)
         assert tensor.shape[0] % self.size == 0, tensor.shape

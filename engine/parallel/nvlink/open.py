@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from engine.parallel.groups import RankGroup
 from engine.parallel.nvlink.buffer import NvlinkBuffer
 from engine.parallel.nvlink.records import RingReader
+from engine.parallel.nvlink.reduce_scatter import NvlinkReduceScatter, ReduceShape
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import WAIT_SECONDS, Window
 from runtime.errors import ConfigError
@@ -104,14 +106,14 @@ def open_nvlink_buffer(
     Raises:
         ConfigError: the ranks cannot reach each other's memory.
     """
-    if not is_available():
-        raise _refusal("there is no GPU, or no Triton")
-    device = torch.device("cuda", torch.cuda.current_device())
-    memory = map_peer_memory(group, device, shape.buffer_bytes, num_zeros=shape.halves)
-    if memory is None:
-        raise _refusal("the ranks cannot reach each other's memory")
+    memory, close = _map(group, shape, _refuse_dispatcher)
     window = Window.open(
-        shape, group.rank, memory.addresses, device, wait_seconds=wait_seconds, records=records
+        shape,
+        group.rank,
+        memory.addresses,
+        memory.buffer.device,
+        wait_seconds=wait_seconds,
+        records=records,
     )
     logger.info(
         "opened NVLink exchange ranks=%d experts=%d tokens=%d bytes=%d records=%s",
@@ -121,6 +123,50 @@ def open_nvlink_buffer(
         shape.buffer_bytes,
         records,
     )
+    exchange = importlib.import_module("engine.parallel.nvlink.triton_exchange")
+    reader = None if window.ring is None else RingReader(window.ring, group.rank)
+    return NvlinkBuffer(shape, exchange.TritonExchange(window), close, waits=reader)
+
+
+def open_nvlink_reduce_scatter(
+    group: RankGroup, shape: ReduceShape, *, wait_seconds: int = WAIT_SECONDS
+) -> NvlinkReduceScatter:
+    """Open the sums of a group on this rank's current GPU; all ranks call.
+
+    Args:
+        group: the ranks that share heads.
+        shape: equal on all ranks.
+        wait_seconds: see `Window`.
+
+    Raises:
+        ConfigError: the ranks cannot reach each other's memory.
+    """
+    memory, close = _map(group, shape, _refuse_sums)
+    window = Window.open(
+        shape, group.rank, memory.addresses, memory.buffer.device, wait_seconds=wait_seconds
+    )
+    logger.info(
+        "opened NVLink reduce-scatter ranks=%d rows=%d bytes=%d",
+        shape.num_ranks,
+        shape.max_rows,
+        shape.buffer_bytes,
+    )
+    kernels = importlib.import_module("engine.parallel.nvlink.reduce_kernels")
+    return NvlinkReduceScatter(shape, kernels.TritonSums(window), close)
+
+
+def _map(
+    group: RankGroup,
+    shape: NvlinkShape | ReduceShape,
+    refuse: Callable[[str], ConfigError],
+) -> tuple[PeerMemory, Callable[[], None]]:
+    """Return memory that all ranks have mapped, and what gives it back, all ranks together."""
+    if not is_available():
+        raise refuse("there is no GPU, or no Triton")
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = map_peer_memory(group, device, shape.buffer_bytes, num_zeros=shape.halves)
+    if memory is None:
+        raise refuse("the ranks cannot reach each other's memory")
     held = [memory]
 
     def close() -> None:
@@ -128,10 +174,12 @@ def open_nvlink_buffer(
         group.barrier()
         held.clear()
 
-    exchange = importlib.import_module("engine.parallel.nvlink.triton_exchange")
-    reader = None if window.ring is None else RingReader(window.ring, group.rank)
-    return NvlinkBuffer(shape, exchange.TritonExchange(window), close, waits=reader)
+    return memory, close
 
 
-def _refusal(problem: str) -> ConfigError:
+def _refuse_dispatcher(problem: str) -> ConfigError:
     return ConfigError("dispatcher", "nvlink", problem, "gathered, or deep-ep")
+
+
+def _refuse_sums(problem: str) -> ConfigError:
+    return ConfigError("reduce_scatter", "nvlink", problem, '"auto" or "collectives"')

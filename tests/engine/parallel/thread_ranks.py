@@ -105,14 +105,17 @@ class ThreadGroup(RankGroup):
 
         return Deferred(collect)
 
-    def start_reduce_scatter(self, x_TD: Tensor) -> Pending[Tensor]:
+    def start_reduce_scatter(
+        self, x_TD: Tensor, own: Pending[Tensor] | None = None
+    ) -> Pending[Tensor]:
         assert x_TD.shape[0] % self.size == 0
         parts = x_TD.clone().tensor_split(self.size)
         number = self.meetings.leave("group", self.rank, f"scatter {x_TD.shape}", parts)
 
         def collect() -> Tensor:
             mine = [parts[self.rank] for parts in self.meetings.collect("group", number)]
-            return torch.stack(mine).float().sum(0).to(x_TD.dtype)
+            total = torch.stack(mine).float().sum(0).to(x_TD.dtype)
+            return total if own is None else total.add_(own.wait())
 
         return Deferred(collect)
 

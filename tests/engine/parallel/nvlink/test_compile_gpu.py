@@ -14,6 +14,7 @@ import torch
 
 from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.triton_gemm.limits import HOPPER
+from engine.parallel.nvlink.reduce_scatter import ReduceShape
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import Window
 from tests.engine.elsewhere import compiling_only
@@ -57,6 +58,24 @@ def test_kernels(
     )
     sums.receive_sums(window, ids, torch.zeros(4, 7168, dtype=torch.bfloat16))
     assert len(compiled) == 4
+    check_order(compiled, records=records)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_rows"), [(8, 2048), (4, 16), (2, 4096)])
+def test_sums(num_ranks: int, num_rows: int, compiled: list[tuple[str, Any]]) -> None:
+    module = importlib.import_module("engine.parallel.nvlink.reduce_kernels")
+    shape = ReduceShape(num_ranks=num_ranks, max_rows=num_rows, hidden_size=7168)
+    sums = module.TritonSums(Window.open(shape, 0, [0] * num_ranks, CPU))
+    part = torch.empty(num_ranks * num_rows, 7168, dtype=torch.bfloat16)
+    sums.send(part)
+    sums.receive(part, torch.zeros(num_rows, 7168, dtype=torch.bfloat16))
+    sums.receive(part, None)
+    assert len(compiled) == 3
+    check_order(compiled, records=False)
+
+
+def check_order(compiled: list[tuple[str, Any]], *, records: bool) -> None:
+    """Look at what the order of stores, signals, waits and loads has become."""
     for name, kernel in compiled:
         ptx: str = kernel.asm["ptx"]
         assert "st.global.v4.b32" in ptx, name
