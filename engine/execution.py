@@ -32,7 +32,7 @@ class Execution:
         dependent_launches: bring each kernel of a decode step, or of a short one of prefill that is
             captured, onto the GPU while the one before it runs; without effect where no Hopper GPU
             runs the model.
-        tp_group: ranks that share heads, with what was opened for their sums; None for the model's.
+        tp_group: ranks that share heads, with what they opened to send rows; None for the model's.
     """
 
     scatter_tokens: bool | None = None

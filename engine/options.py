@@ -45,8 +45,8 @@ class DispatcherKind(StrEnum):
     COLLECTIVES = "collectives"
 
 
-class ReduceScatterKind(StrEnum):
-    """How ranks that share heads sum their parts; see `engine.parallel.choose_reduce_scatter`."""
+class TPExchangeKind(StrEnum):
+    """How ranks that share heads send rows; see `engine.parallel.choose_tp_exchange`."""
 
     AUTO = "auto"
     NVLINK = "nvlink"
@@ -107,7 +107,7 @@ class ChunkSteps:
             on a stream of its own, on a GPU, beside routing too.
         dependent_launches: in steps that are captured, bring a kernel onto a Hopper GPU while the
             one before it runs (PDL).
-        reduce_scatter: how the ranks of the tp axis sum, where each keeps its share.
+        tp_exchange: how the ranks of the tp axis send rows, where each keeps its share of them.
     """
 
     max_num_batched_tokens: int = 1024
@@ -117,7 +117,7 @@ class ChunkSteps:
     max_masked_tokens: int | Literal[Switch.AUTO] = Switch.AUTO
     overlap_shared_expert: bool = True
     dependent_launches: Switch = Switch.AUTO
-    reduce_scatter: ReduceScatterKind = ReduceScatterKind.AUTO
+    tp_exchange: TPExchangeKind = TPExchangeKind.AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

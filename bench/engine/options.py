@@ -33,7 +33,7 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
         (
             "expert_parallel", "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps",
             "two_batch_overlap", "scatter_tokens", "cuda_graphs", "max_masked_tokens",
-            "overlap_shared_expert", "dependent_launches", "reduce_scatter",
+            "overlap_shared_expert", "dependent_launches", "tp_exchange",
             "num_redundant_experts", *_PLACED,
         )
     ),

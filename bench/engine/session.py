@@ -190,12 +190,12 @@ def describe_execution(execution: Execution) -> Report:
         "overlap_shared_expert": execution.overlap_shared_expert,
         "side_stream": execution.side_stream is not None,
         "dependent_launches": execution.dependent_launches,
-        "reduce_scatter": _name_sums(execution),
+        "tp_exchange": _name_exchange(execution),
     }
 
 
-def _name_sums(execution: Execution) -> str | None:
-    """How ranks that share heads sum their parts; None where they do not by shares."""
+def _name_exchange(execution: Execution) -> str | None:
+    """How ranks that share heads send one another rows; None where none keeps a share of them."""
     if execution.tp_group is None or execution.tp_group.size == 1 or not execution.scatter_tokens:
         return None
     return "collectives" if execution.tp_group.sums is None else "nvlink"

@@ -24,7 +24,7 @@ from engine.model.spec import CommonConfig
 from engine.operations import do_nothing
 from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
 from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts
-from engine.parallel.choose_reduce_scatter import OpenGroup, choose_reduce_scatter
+from engine.parallel.choose_tp_exchange import OpenGroup, choose_tp_exchange
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.short_rows import most_masked_tokens
@@ -96,8 +96,8 @@ def open_execution(
     """
     opened: OpenDispatcher | None = None
     device, max_masked = streams.device, 0
-    summing = _open_sums(options, config, groups, device)
-    groups = replace(groups, tp_group=summing.group)
+    exchange = _open_exchange(options, config, groups, device)
+    groups = replace(groups, tp_group=exchange.group)
     if config.experts is None:
         _refuse_masked(options, "the model has no experts")
     else:
@@ -122,22 +122,22 @@ def open_execution(
         execution,
         dispatcher=dispatcher,
         max_masked_tokens=max_masked,
-        tp_group=summing.group,
+        tp_group=exchange.group,
     )
-    closing = [summing.close] if opened is None else [summing.close, opened.close]
+    closing = [exchange.close] if opened is None else [exchange.close, opened.close]
     return OpenExecution(execution=execution, close=partial(_close_on, device, closing))
 
 
-def _open_sums(
+def _open_exchange(
     options: EngineOptions, config: CommonConfig, groups: ProcessGroups, device: torch.device
 ) -> OpenGroup:
-    """Return the ranks that share heads, with what they sum by."""
+    """Return the ranks that share heads, with what they send rows by."""
     steps = options.steps
     if not isinstance(steps, ChunkSteps):
         return OpenGroup(group=groups.tp_group)
-    return choose_reduce_scatter(
+    return choose_tp_exchange(
         groups.tp_group,
-        steps.reduce_scatter,
+        steps.tp_exchange,
         device=device,
         max_tokens=options.max_rows,
         hidden_size=config.hidden_size,

@@ -64,6 +64,22 @@ class PeerSums(Protocol):
         ...
 
 
+class PeerGathers(Protocol):
+    """Another way to gather rows than the library's, open on all ranks of a group."""
+
+    def takes(self, rows_tX: Tensor) -> bool:
+        """Return whether it gathers such rows now: the same on all ranks."""
+        ...
+
+    def start(self, rows_tX: Tensor) -> Pending[Tensor]:
+        """See `RankGroup.start_all_gather`; the result is read before the next sum is sent."""
+        ...
+
+    def met(self) -> None:
+        """Hear that all ranks have read what was gathered: their next sums have come."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
     """One axis: `size` ranks of which this is number `rank`. Collectives must be called by all.
@@ -72,11 +88,13 @@ class RankGroup:
         rank: of this process.
         size: ranks.
         sums: reduce-scatters what it takes; None for the library alone.
+        gathers: gathers what it takes, beside `sums`; None for the library alone.
     """
 
     rank: int = 0
     size: int = 1
     sums: PeerSums | None = None
+    gathers: PeerGathers | None = None
     _group: dist.ProcessGroup | None = None
 
     @property
@@ -84,9 +102,9 @@ class RankGroup:
         """The library's group, for libraries that want it; None where there is one rank."""
         return self._group
 
-    def summed_by(self, sums: PeerSums) -> "RankGroup":
-        """Return the same ranks, which reduce-scatter by `sums` what that takes."""
-        return replace(self, sums=sums)
+    def exchanging_by(self, sums: PeerSums, gathers: PeerGathers) -> "RankGroup":
+        """Return the same ranks, which sum and gather by these what they take."""
+        return replace(self, sums=sums, gathers=gathers)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, in place, of a tensor of equal shape on all of them."""
@@ -105,9 +123,19 @@ class RankGroup:
         return self.start_all_gather(tensor).wait()
 
     def start_all_gather(self, tensor: Tensor) -> Pending[Tensor]:
-        """Start to concatenate the ranks' tensors of equal shape along dimension 0."""
+        """Start to concatenate the ranks' tensors of equal shape along dimension 0.
+
+        Where `gathers` are open the result is to be read before the next sum is sent.
+        """
         if self.size == 1:
             return Ready(tensor)
+        if self.gathers is None:
+            return self._start_library_all_gather(tensor)
+        if self.gathers.takes(tensor):
+            return self.gathers.start(tensor)
+        return Then(self._start_library_all_gather(tensor), self._meet)
+
+    def _start_library_all_gather(self, tensor: Tensor) -> Pending[Tensor]:
         source = tensor.contiguous()
         gathered = source.new_empty((self.size * source.shape[0], *source.shape[1:]))
         options = AllgatherOptions()
@@ -126,9 +154,18 @@ class RankGroup:
             own: [T / size, ...], added to this rank's rows.
         """
         if self.sums is not None and self.sums.takes(tensor):
-            return self.sums.start(tensor, own)
-        summing = self._start_library_reduce_scatter(tensor)
-        return summing if own is None else Then(summing, lambda total: total.add_(own.wait()))
+            summing = self.sums.start(tensor, own)
+        else:
+            summing = self._start_library_reduce_scatter(tensor)
+            if own is not None:
+                summing = Then(summing, lambda total: total.add_(own.wait()))
+        return summing if self.gathers is None else Then(summing, self._meet)
+
+    def _meet(self, received: Tensor) -> Tensor:
+        """Say that every rank has come to what was received here."""
+        assert self.gathers is not None
+        self.gathers.met()
+        return received
 
     def _start_library_reduce_scatter(self, tensor: Tensor) -> Pending[Tensor]:
         if self.size == 1:

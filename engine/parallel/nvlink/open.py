@@ -20,6 +20,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 from engine.parallel.groups import RankGroup
+from engine.parallel.nvlink.all_gather import GatherKernels, GatherShape, Lane, NvlinkAllGather
 from engine.parallel.nvlink.buffer import NvlinkBuffer
 from engine.parallel.nvlink.records import RingReader
 from engine.parallel.nvlink.reduce_scatter import NvlinkReduceScatter, ReduceShape
@@ -128,36 +129,49 @@ def open_nvlink_buffer(
     return NvlinkBuffer(shape, exchange.TritonExchange(window), close, waits=reader)
 
 
-def open_nvlink_reduce_scatter(
-    group: RankGroup, shape: ReduceShape, *, wait_seconds: int = WAIT_SECONDS
-) -> NvlinkReduceScatter:
-    """Open the sums of a group on this rank's current GPU; all ranks call.
+def open_nvlink_exchange(
+    group: RankGroup, sums: ReduceShape, gathers: GatherShape, *, wait_seconds: int = WAIT_SECONDS
+) -> tuple[NvlinkReduceScatter, NvlinkAllGather]:
+    """Open the sums and gathers of a group on this rank's current GPU; all ranks call.
 
     Args:
         group: the ranks that share heads.
-        shape: equal on all ranks.
+        sums: equal on all ranks.
+        gathers: equal on all ranks.
         wait_seconds: see `Window`.
 
     Raises:
         ConfigError: the ranks cannot reach each other's memory.
     """
-    memory, close = _map(group, shape, _refuse_sums)
+    summing, close_sums = _map(group, sums, _refuse_exchange)
     window = Window.open(
-        shape, group.rank, memory.addresses, memory.buffer.device, wait_seconds=wait_seconds
+        sums, group.rank, summing.addresses, summing.buffer.device, wait_seconds=wait_seconds
     )
+    gathering, close_gathers = _map(group, gathers, _refuse_exchange)
+    kernels = importlib.import_module("engine.parallel.nvlink.share_kernels")
+
+    def open_lane(lane: Lane) -> GatherKernels:
+        addresses = [address + lane.counters for address in gathering.addresses]
+        buffer = gathering.buffer
+        part = Window.open(gathers, group.rank, addresses, buffer.device, wait_seconds=wait_seconds)
+        made: GatherKernels = kernels.TritonLane(part, lane, buffer)
+        return made
+
     logger.info(
-        "opened NVLink reduce-scatter ranks=%d rows=%d bytes=%d",
-        shape.num_ranks,
-        shape.max_rows,
-        shape.buffer_bytes,
+        "opened NVLink sums and gathers ranks=%d rows=%d bytes=%d",
+        sums.num_ranks,
+        sums.max_rows,
+        sums.buffer_bytes + gathers.buffer_bytes,
     )
-    kernels = importlib.import_module("engine.parallel.nvlink.reduce_kernels")
-    return NvlinkReduceScatter(shape, kernels.TritonSums(window), close)
+    return (
+        NvlinkReduceScatter(sums, kernels.TritonSums(window), close_sums),
+        NvlinkAllGather(gathers, open_lane, close_gathers),
+    )
 
 
 def _map(
     group: RankGroup,
-    shape: NvlinkShape | ReduceShape,
+    shape: NvlinkShape | ReduceShape | GatherShape,
     refuse: Callable[[str], ConfigError],
 ) -> tuple[PeerMemory, Callable[[], None]]:
     """Return memory that all ranks have mapped, and what gives it back, all ranks together."""
@@ -181,5 +195,5 @@ def _refuse_dispatcher(problem: str) -> ConfigError:
     return ConfigError("dispatcher", "nvlink", problem, "gathered, or deep-ep")
 
 
-def _refuse_sums(problem: str) -> ConfigError:
-    return ConfigError("reduce_scatter", "nvlink", problem, '"auto" or "collectives"')
+def _refuse_exchange(problem: str) -> ConfigError:
+    return ConfigError("tp_exchange", "nvlink", problem, '"auto" or "collectives"')

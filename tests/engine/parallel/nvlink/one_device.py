@@ -45,8 +45,6 @@ class BufferShape(Protocol):
     @property
     def halves(self) -> int: ...
     @property
-    def half_bytes(self) -> int: ...
-    @property
     def buffer_bytes(self) -> int: ...
 
 
@@ -69,12 +67,6 @@ class Poisoned(Generic[ShapeT]):
             Window.open(shape, rank, addresses, DEVICE, records=records)
             for rank in range(shape.num_ranks)
         ]
-
-    def poison(self, rank: int) -> None:
-        """Overwrite what the rank has just received; nobody may write there until it sends."""
-        shape, number = self.shape, int(self.windows[rank].state[0])
-        first = shape.halves + number % 2 * shape.half_bytes
-        self.buffers[rank][first : first + shape.half_bytes] = 0xFF
 
 
 class OneDevice(Poisoned[NvlinkShape]):
@@ -113,6 +105,12 @@ class OneDevice(Poisoned[NvlinkShape]):
         lines = self.buffers[rank][: self.shape.halves].view(torch.int32).view(2, LINE // 4)
         counters: list[int] = lines[number % 2, : self.shape.num_ranks].tolist()
         return counters
+
+    def poison(self, rank: int) -> None:
+        """Overwrite what the rank has just received; nobody may write there until it sends."""
+        shape, number = self.shape, int(self.windows[rank].state[0])
+        first = shape.halves + number % 2 * shape.half_bytes
+        self.buffers[rank][first : first + shape.half_bytes] = 0xFF
 
     def _poison(self) -> None:
         for rank in range(self.shape.num_ranks):

@@ -63,7 +63,7 @@ def test_kernels(
 
 @pytest.mark.parametrize(("num_ranks", "num_rows"), [(8, 2048), (4, 16), (2, 4096)])
 def test_sums(num_ranks: int, num_rows: int, compiled: list[tuple[str, Any]]) -> None:
-    module = importlib.import_module("engine.parallel.nvlink.reduce_kernels")
+    module = importlib.import_module("engine.parallel.nvlink.share_kernels")
     shape = ReduceShape(num_ranks=num_ranks, max_rows=num_rows, hidden_size=7168)
     sums = module.TritonSums(Window.open(shape, 0, [0] * num_ranks, CPU))
     part = torch.empty(num_ranks * num_rows, 7168, dtype=torch.bfloat16)

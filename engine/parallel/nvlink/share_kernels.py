@@ -1,4 +1,4 @@
-"""The two kernels of a reduce-scatter, in Triton; see `reduce_scatter`.
+"""The kernels of reduce-scatters and all-gathers, in Triton; see `reduce_scatter`, `all_gather`.
 
 Compiled by Triton, and imported only where that is installed.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
+from engine.parallel.nvlink.all_gather import GatherShape, Lane
 from engine.parallel.nvlink.reduce_scatter import ReduceShape
 from engine.parallel.nvlink.shape import LINE, UNITS
 from engine.parallel.nvlink.signals import await_all, record_of, signal
@@ -19,6 +20,9 @@ from engine.parallel.nvlink.window import Window
 
 COPIED: Final = 8192
 """Numbers that a sending program copies at a time: 64 bytes a thread on their way."""
+
+GATHERED: Final = 4096
+"""Words of 4 bytes that a program of a gather copies at a time, to each rank in turn."""
 
 SUMMED: Final = (1024, 4096)
 """Numbers of a receiving program, where there are few and where there are many."""
@@ -88,6 +92,82 @@ def _receive_shares(
     tl.store(out + columns, total.to(out.dtype.element_ty), mask=mask)
     if program == 0:
         tl.store(state, number)
+
+
+@launched("rank", "num_words", "first")
+def _send_rows(
+    rows, bases, state,
+    rank, num_words, first,
+    R: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Copy this rank's rows, `num_words` of 4 bytes, `first` bytes behind all ranks' counters."""
+    program = tl.program_id(0)
+    number = tl.load(state) + 1
+    if program == 0:
+        tl.store(state + 1, number)
+    offset = first.to(tl.int64) + rank.to(tl.int64) * num_words * 4
+    columns = tl.arange(0, C)
+    for begin in range(program * C, num_words, STEP * C):
+        mask = begin + columns < num_words
+        words = tl.load(rows + begin + columns, mask=mask)
+        for step in tl.static_range(R):
+            place = tl.load(bases + (rank + 1 + step) % R) + offset
+            target = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
+            tl.store(target + begin + columns, words, mask=mask)
+    for step in tl.static_range(R):
+        peer = tl.load(bases + (rank + 1 + step) % R)
+        signal(peer, rank, number, peer != 0, UNITS // STEP, LINE)
+
+
+@launched("rank")
+def _await_rows(
+    bases, state, ring,
+    rank,
+    R: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr, SECONDS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Wait until all ranks' rows have come."""
+    number = tl.load(state + 1)
+    record = record_of(ring, number, False, R, SLOTS)
+    await_all(tl.load(bases + rank), number, record, 0, R, LINE, UNITS, SECONDS, SLOTS)
+    tl.store(state, number)
+
+
+class TritonLane:
+    """The kernels of a rank for one lane, whose window begins at the lane's counters."""
+
+    def __init__(self, window: Window[GatherShape], lane: Lane, buffer: Tensor) -> None:
+        """Take the own buffer too, of which what was gathered is a view."""
+        self._window, self._lane, self._buffer = window, lane, buffer
+
+    def send(self, rows_tX: Tensor) -> None:
+        """See `GatherKernels`."""
+        window = self._window
+        words = rows_tX.view(-1).view(torch.int32)
+        step = min(UNITS, next_power_of_2(max(1, ceil_div(words.shape[0], GATHERED))))
+        _send_rows(
+            (step,),
+            (words, window.bases, window.state),
+            (),
+            (window.rank, words.shape[0], self._lane.first - self._lane.counters),
+            (window.shape.num_ranks, LINE, UNITS, step, GATHERED),
+            num_warps=8,
+        )
+
+    def receive(self, rows_tX: Tensor) -> Tensor:
+        """See `GatherKernels`."""
+        window, shape = self._window, self._window.shape
+        _await_rows(
+            (1,),
+            window.memory,
+            (),
+            (window.rank,),
+            (shape.num_ranks, LINE, UNITS, *window.waiting),
+            num_warps=1,
+        )
+        num_bytes = shape.num_ranks * rows_tX.numel() * rows_tX.element_size()
+        gathered = self._buffer[self._lane.first : self._lane.first + num_bytes]
+        return gathered.view(rows_tX.dtype).view(-1, *rows_tX.shape[1:])
 
 
 class TritonSums:
