@@ -94,15 +94,16 @@ def _receive_shares(
         tl.store(state, number)
 
 
-@launched("rank", "num_words", "first")
+@launched("rank", "num_pieces", "first")
 def _send_rows(
     rows, bases, state,
-    rank, num_words, first,
+    rank, num_pieces, first,
     R: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr, STEP: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Copy this rank's rows, `num_words` of 4 bytes, `first` bytes behind all ranks' counters."""
+    """Copy this rank's rows, pieces of 16 bytes, to `first` bytes behind each lane's counters."""
     program = tl.program_id(0)
     number = tl.load(state) + 1
+    num_words = num_pieces * 4  # a bound of which 4 is a divisor keeps loads and stores wide
     if program == 0:
         tl.store(state + 1, number)
     offset = first.to(tl.int64) + rank.to(tl.int64) * num_words * 4
@@ -149,7 +150,7 @@ class TritonLane:
             (step,),
             (words, window.bases, window.state),
             (),
-            (window.rank, words.shape[0], self._lane.first - self._lane.counters),
+            (window.rank, words.shape[0] // 4, self._lane.first - self._lane.counters),
             (window.shape.num_ranks, LINE, UNITS, step, GATHERED),
             num_warps=8,
         )
