@@ -266,6 +266,7 @@ def test_neither_way_makes_the_host_wait() -> None:
         np.testing.assert_array_equal(host.numpy(), array + 1)
 
 
+@pytest.mark.gpu
 def test_results_behind_a_wake_up_are_waited_for() -> None:
     device = torch.device("cuda")
     copies, matrix = HostCopies(device), torch.randn(4096, 4096, device=device)
