@@ -58,9 +58,12 @@ def map_peer_memory(
         num_zeros: first bytes that are zero on all ranks when this returns.
 
     Returns:
-        None where the ranks cannot reach each other's memory: one rank, no GPU, several hosts.
+        None where the ranks cannot reach each other's memory: one rank, no GPU, several hosts, or
+        GPUs that have no way to one another.
     """
     if group.size == 1 or device.type != "cuda" or not is_on_one_host(group):
+        return None
+    if not _all_say(group, _reaches_peers(device)):
         return None
     assert group.process_group is not None
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -82,6 +85,18 @@ def is_on_one_host(group: RankGroup) -> bool:
     """Return whether all ranks of the group run on the same host; all ranks call."""
     own = torch.tensor([zlib.crc32(socket.gethostname().encode())], dtype=torch.int64)
     return bool((group.all_gather(own) == own).all())
+
+
+def _reaches_peers(device: torch.device) -> bool:
+    """Return whether a GPU can map the memory of all others that this process sees."""
+    own = device.index or 0
+    others = (peer for peer in range(torch.cuda.device_count()) if peer != own)
+    return all(torch.cuda.can_device_access_peer(own, peer) for peer in others)
+
+
+def _all_say(group: RankGroup, answer: bool) -> bool:
+    """Return whether all ranks say yes; all call."""
+    return bool(group.all_gather(torch.tensor([answer], dtype=torch.int64)).all())
 
 
 def is_available() -> bool:
