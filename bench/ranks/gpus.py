@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,11 @@ from bench.engine.rank_model import RankModels, free_memory
 from bench.engine.report import Report, say
 from bench.engine.routing import RoutingTables
 from bench.engine.session import describe_execution
+from bench.ranks.detection import places_of
 from bench.ranks.faults import LiveFault, Place, captured_fault, faults_of, skewed, sleeper
-from bench.ranks.live import Blocks, LiveRank, Stretch
+from bench.ranks.judged import Blocks, alarms_of, describe_finding, show_looks
+from bench.ranks.live import LiveRank, Stretch
+from bench.ranks.quiet import run_quiet, show_quiet
 from engine.graphs.graph_runner import GraphRunner
 from runtime.errors import ConfigError
 from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase
@@ -94,8 +97,13 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
         _with_fault(live, recorded, fault, options, work_s=work_s, healthy=healthy)
         for fault in options.faults
     ]
-    quiet = live.run(recorded, num_steps=options.num_steps, seconds=options.quiet_s)
-    looks = quiet.windows(healthy.blocks)
+    quiet = run_quiet(
+        live,
+        recorded,
+        healthy.blocks,
+        seconds=options.quiet_s,
+        num_steps=options.num_steps,
+    )
     report: Report = {
         "benchmark": "slow ranks",
         "label": rank.measured.label,
@@ -107,14 +115,7 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
         "usual": _describe_blocks(healthy.blocks),
         "recording": costs,
         "faults": found,
-        "quiet": {
-            "seconds": sum(quiet.step_s),
-            "steps": len(quiet.step_s),
-            "alarms": _alarms(looks, frozenset()),
-            "longest_alarm_s": _longest_alarm(looks) * STEPS_OF_BLOCK * quiet.median_s,
-            "windows": len(looks),
-            "noise": _noise_of_blocks(quiet.blocks),
-        },
+        "quiet": quiet,
     }
     recorded.close()
     live.close()
@@ -172,7 +173,7 @@ def _with_fault(
         tables.redraw(usual)
     free_memory(session.device)
     windows = stretch.windows(healthy.blocks)
-    say(f"{fault.name}: {_shown(windows[:1])}", rank=session.rank.place.rank)
+    say(f"{fault.name}: {show_looks(windows[:1])}", rank=session.rank.place.rank)
     return _describe_fault(fault, stretch, windows)
 
 
@@ -189,7 +190,7 @@ def _skew(live: LiveRank, fault: LiveFault, tables: RoutingTables | None) -> Ten
 def _describe_fault(
     fault: LiveFault, stretch: Stretch, windows: Sequence[Sequence[Finding]]
 ) -> Report:
-    hits = [fault.places <= _places(found) for found in windows]
+    hits = [fault.places <= places_of(found) for found in windows]
     return {
         "name": fault.name,
         "expected": [[kind.value, rank, source] for kind, rank, source in _by_rank(fault)],
@@ -202,40 +203,14 @@ def _describe_fault(
             STEPS_OF_WINDOW + STEPS_OF_BLOCK * hits.index(True) if any(hits) else None
         ),
         "found_in_windows": [sum(hits), len(hits)],
-        "other_alarms": _alarms(windows, fault.places),
-        "first_window": [_described(finding) for finding in windows[0]],
+        "other_alarms": alarms_of(windows, fault.places),
+        "first_window": [describe_finding(finding) for finding in windows[0]],
         "recorded": _describe_blocks(stretch.blocks),
     }
 
 
 def _by_rank(fault: LiveFault) -> list[Place]:
     return sorted(fault.places, key=lambda place: place[1])
-
-
-def _places(found: Sequence[Finding]) -> frozenset[Place]:
-    return frozenset((each.kind, each.rank, each.source) for each in found)
-
-
-def _alarms(windows: Sequence[Sequence[Finding]], expected: frozenset[Place]) -> list[object]:
-    """Return the faults that are none, with the number of the window."""
-    return [
-        [number, _described(each)]
-        for number, found in enumerate(windows)
-        for each in found
-        if each.kind.is_fault and (each.kind, each.rank, each.source) not in expected
-    ]
-
-
-def _described(finding: Finding) -> Mapping[str, object]:
-    return {
-        "kind": finding.kind.value,
-        "rank": finding.rank,
-        "source": finding.source,
-        "ratio": round(finding.ratio, 4),
-        "share": round(finding.share, 5),
-        "confidence": round(finding.confidence, 1),
-        "evidence": {name: float(f"{value:.4g}") for name, value in finding.evidence.items()},
-    }
 
 
 def _work_before_dispatch(blocks: Blocks, num_layers: int) -> float:
@@ -257,36 +232,6 @@ def _describe_blocks(blocks: Blocks) -> Report:
         "first_us": {p.name.lower(): (1e6 * firsts[:, p]).round(1).tolist() for p in Phase},
         "rows": rows.round(1).tolist(),
     }
-
-
-def _longest_alarm(looks: Sequence[Sequence[Finding]]) -> int:
-    """Return in how many looks behind one another there was a fault: the alert waits 5 minutes."""
-    longest = now = 0
-    for found in looks:
-        now = now + 1 if any(each.kind.is_fault for each in found) else 0
-        longest = max(longest, now)
-    return longest
-
-
-def _noise_of_blocks(blocks: Blocks) -> Report:
-    """Return how work before dispatch varies, by block and rank, for simulations: in us."""
-    own = np.array([[b.own_s[Phase.DISPATCH] for b in blocks[rank]] for rank in sorted(blocks)])
-    beside = own - np.median(own, axis=0)
-    return {
-        "dispatch_us": (1e6 * own).round(1).tolist(),
-        "beside_median_rank_us": (1e6 * beside.std(axis=1)).round(1).tolist(),
-    }
-
-
-def _shown(windows: Sequence[Sequence[Finding]]) -> str:
-    texts = [
-        f"{each.kind.value} {each.rank}"
-        + (f" from {each.source}" if each.source >= 0 else "")
-        + f" x{each.ratio:.3f}"
-        for found in windows
-        for each in found
-    ]
-    return ", ".join(texts) or "nothing"
 
 
 def show(report: Report) -> None:
@@ -312,10 +257,7 @@ def show(report: Report) -> None:
             f"{row['name']:18s} {expected:26s} {after or 'never':>11} {f'{hits}/{count}':>8s} "
             f"{len(row['other_alarms']):6d}"
         )
-    print(
-        f"no fault: {quiet['steps']} steps, {quiet['seconds']:.0f} s, {quiet['windows']} windows, "
-        f"{len(quiet['alarms'])} false alarms"
-    )
+    show_quiet(quiet)
 
 
 def _parse() -> tuple[LiveOptions, Path | None]:
