@@ -29,10 +29,18 @@ from bench.engine.report import Report, say
 from bench.engine.routing import RoutingTables
 from bench.engine.session import describe_execution
 from bench.ranks.detection import places_of
-from bench.ranks.faults import LiveFault, Place, captured_fault, faults_of, skewed, sleeper
+from bench.ranks.faults import (
+    LiveFault,
+    Place,
+    captured_fault,
+    faults_of,
+    skewed,
+    sleeper,
+    spinning,
+)
 from bench.ranks.judged import Blocks, alarms_of, describe_finding, show_looks
 from bench.ranks.live import LiveRank, Stretch
-from bench.ranks.quiet import run_quiet, show_quiet
+from bench.ranks.quiet import beside_others, median_own_s, run_quiet, show_quiet
 from engine.graphs.graph_runner import GraphRunner
 from runtime.errors import ConfigError
 from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase
@@ -41,6 +49,7 @@ from runtime.slow_ranks import Finding
 NO_FAULT = "none"
 """Asked for in place of faults: only the steps without one, however many seconds."""
 WARM_UP_STEPS = 30
+LEVELLING_STEPS = 304
 STEPS_OF_WINDOW = STEPS_OF_BLOCK * BLOCKS_OF_WINDOW
 
 
@@ -56,6 +65,7 @@ class LiveOptions:
         windows: of 100 steps that are looked at with each fault, 20 steps apart.
         usual_steps: without a fault before all faults, whose noise the judge knows then.
         faults: in order.
+        level: whether ranks are made alike before them.
     """
 
     decode: DecodeOptions
@@ -65,6 +75,7 @@ class LiveOptions:
     windows: int
     usual_steps: int
     faults: tuple[LiveFault, ...]
+    level: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -90,6 +101,9 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
     live.run(recorded, num_steps=WARM_UP_STEPS)
     costs = _compare(live, plain, recorded, options)
     plain.close()
+    levelled = None
+    if options.level:
+        recorded, levelled = _level(live, recorded)
     healthy = live.run(recorded, num_steps=max(options.num_steps, options.usual_steps))
     work_s = _work_before_dispatch(healthy.blocks, rank.measured.config.num_moe_layers)
     say(f"a step takes {1e3 * healthy.median_s:.2f} ms", rank=place.rank)
@@ -113,6 +127,7 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
         "step_ms": 1e3 * healthy.median_s,
         "work_before_dispatch_us": 1e6 * work_s,
         "usual": _describe_blocks(healthy.blocks),
+        "levelled_us": levelled,
         "recording": costs,
         "faults": found,
         "quiet": quiet,
@@ -121,6 +136,27 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
     live.close()
     models.close()
     return None if place.rank else report
+
+
+def _level(live: LiveRank, runner: GraphRunner) -> tuple[GraphRunner, Sequence[float]]:
+    """Slow ranks down whose work before a dispatch is shorter than the slowest rank's: cards of a
+    host differ, and a fault of one or two is looked for among ranks that are alike.
+
+    Returns:
+        What runs steps from now on, and us a layer that each rank spins.
+    """
+    session = live.session
+    place, num_layers = session.rank.place, session.rank.measured.config.num_moe_layers
+    own_s = median_own_s(live.run(runner, num_steps=LEVELLING_STEPS).blocks)
+    work_s = own_s[Phase.DISPATCH] / (num_layers - 1)
+    missing_s = (work_s.max() - work_s).tolist()
+    session.rank.routing.before = spinning(session.device, missing_s[place.rank])
+    runner.close()
+    say(
+        "ranks spin for " + ", ".join(f"{1e6 * each:.1f}" for each in missing_s) + " us a layer",
+        rank=place.rank,
+    )
+    return live.capture(), [1e6 * each for each in missing_s]
 
 
 def _compare(
@@ -203,6 +239,7 @@ def _describe_fault(
             STEPS_OF_WINDOW + STEPS_OF_BLOCK * hits.index(True) if any(hits) else None
         ),
         "found_in_windows": [sum(hits), len(hits)],
+        "found_by_window": hits,
         "other_alarms": alarms_of(windows, fault.places),
         "first_window": [describe_finding(finding) for finding in windows[0]],
         "recorded": _describe_blocks(stretch.blocks),
@@ -231,6 +268,9 @@ def _describe_blocks(blocks: Blocks) -> Report:
         "waits_us": {p.name.lower(): (1e6 * waits[:, p]).round(1).tolist() for p in Phase},
         "first_us": {p.name.lower(): (1e6 * firsts[:, p]).round(1).tolist() for p in Phase},
         "rows": rows.round(1).tolist(),
+        "own_beside_others": {
+            p.name.lower(): beside_others(own.T)[p].round(4).tolist() for p in Phase
+        },
     }
 
 
@@ -283,6 +323,9 @@ def _parse() -> tuple[LiveOptions, Path | None]:
     parser.add_argument("--rows", type=float, default=0.2, help="share that is added")
     parser.add_argument("--link-us", type=float, default=20.0, help="that are added")
     parser.add_argument("--faults", default="", help="names with commas, or none (default: all)")
+    parser.add_argument(
+        "--level", action="store_true", help="slow ranks down to the slowest before all of that"
+    )
     parser.add_argument("--json", type=Path, help="where the report is written")
     arguments = parser.parse_args()
     faults = faults_of(
@@ -316,6 +359,7 @@ def _parse() -> tuple[LiveOptions, Path | None]:
         quiet_s=arguments.quiet,
         windows=arguments.windows,
         usual_steps=arguments.usual_steps,
+        level=arguments.level,
         faults=tuple(fault for fault in faults if not names or fault.name in names),
     )
     return options, arguments.json

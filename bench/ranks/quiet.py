@@ -73,7 +73,7 @@ class QuietLog:
         self.num_steps += len(part.step_s)
         self.seconds += sum(part.step_s)
         own = _own_of(part.blocks)  # [B, P, R]
-        self.own_s.append(np.median(own, axis=0))
+        self.own_s.append(median_own_s(part.blocks))
         self.dispatch_s.append(own[:, Phase.DISPATCH])
         faults = [[each for each in found if each.kind.is_fault] for found in looks]
         num_faulty = sum(map(bool, faults))
@@ -159,6 +159,11 @@ def resident_mib() -> float:
     """Return what this process has of memory just now."""
     num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     return num_pages * resource.getpagesize() / 2**20
+
+
+def median_own_s(blocks: Blocks) -> Floats:
+    """Return [P, R]: what each rank did by itself in a step of the median block."""
+    return np.asarray(np.median(_own_of(blocks), axis=0))
 
 
 def beside_others(own_s: Floats) -> Floats:
