@@ -117,12 +117,7 @@ def open_played_tables(
     if measured.config.topk_group < measured.config.n_group:
         problem = f"experts of {measured.config.n_group} groups are chosen in some of them"
         raise ConfigError("play-ranks", setup.plays, problem, "ranks that hold fewer groups")
-    common = torch.Generator(device=rank.device).manual_seed(setup.seed)
-    log_LE = torch.from_numpy(log_likelihoods(len(layers), whole.n_routed_experts, seed=setup.seed))
-    recorded, served = (sample_whole(whole, log_LE, SAMPLED_TOKENS, common) for _ in range(2))
-    # Devices of one kind draw alike, but all depends on it.
-    counts = torch.from_numpy(np.stack([recorded.counts_LE, served.counts_LE]))
-    recorded_LE, served_LE = rank.groups.boot_group.broadcast(counts).numpy()
+    recorded_LE, served = _agreed_samples(rank, setup, len(layers))
     table_Lp = np.array(rank.placements.table, np.int64)[: len(layers)]
     tokens = of * (num_rows or max_tokens)
     placed_LP = place_experts(
@@ -132,7 +127,9 @@ def open_played_tables(
         num_ranks=of,
     )
     top_k = whole.num_experts_per_tok
-    ranks = play_ranks(served_LE, placed_LP, table_Lp, num_ranks=of, num_here=here, top_k=top_k)
+    ranks = play_ranks(
+        served.counts_LE, placed_LP, table_Lp, num_ranks=of, num_here=here, top_k=top_k
+    )
     chances = [
         chances_of(chance_p, table_p.tolist(), top_k)
         for chance_p, table_p in zip(ranks.chance_Lp, table_Lp, strict=True)
@@ -146,14 +143,28 @@ def open_played_tables(
     )
     num_redundant = placed_LP.shape[1] - whole.n_routed_experts
     told = describe_played(ranks, num_redundant=num_redundant)
-    told |= _describe_travel(served.ids_LTK, placed_LP, drawn, table_Lp, of, here)
+    told["whole_other_ranks_of_a_token"] = other_ranks(served.ids_LTK, placed_LP, of)
+    told["other_ranks_of_a_token"] = other_ranks(drawn[0], table_Lp, here)
     told |= _describe_rows(rank, drawn, table_Lp)
     told |= describe_times(
-        trace_of(whole, served_LE, num_ranks=of, num_tokens=tokens), placed_LP, told, of
+        trace_of(whole, served.counts_LE, num_ranks=of, num_tokens=tokens), placed_LP, told, of
     )
     gates = [layer.gate.e_score_correction_bias.data_ptr() for layer in layers]
     layer_of = {address: place for place, address in enumerate(gates)}
     return PlayedTables(drawn, layer_of, played=told, num_rows=num_rows)
+
+
+def _agreed_samples(rank: RankModel, setup: Setup, num_layers: int) -> tuple[Table, WholeSample]:
+    """Return counts [L, E] of a recording, and other tokens; the same counts on all ranks."""
+    config = rank.measured.whole
+    # Of draws that all ranks share; those of a rank's own tokens have smaller seeds.
+    common = torch.Generator(device=rank.device).manual_seed(setup.seed + (1 << 32))
+    log_LE = torch.from_numpy(log_likelihoods(num_layers, config.n_routed_experts, seed=setup.seed))
+    recorded, served = (sample_whole(config, log_LE, SAMPLED_TOKENS, common) for _ in range(2))
+    # Devices of one kind draw alike, but all depends on it.
+    counts = torch.from_numpy(np.stack([recorded.counts_LE, served.counts_LE]))
+    recorded_LE, served_LE = rank.groups.boot_group.broadcast(counts).numpy()
+    return recorded_LE, WholeSample(counts_LE=served_LE, ids_LTK=served.ids_LTK)
 
 
 def rows_of_ranks(ids_TK: Tensor, table_P: Sequence[int], num_ranks: int) -> Tensor:
@@ -276,22 +287,14 @@ def _describe_rows(rank: RankModel, drawn_SLTK: Tensor, table_Lp: Table) -> Repo
     }
 
 
-def _describe_travel(
-    whole_LTK: Tensor, placed_LP: Table, drawn_SLTK: Tensor, table_Lp: Table, of: int, here: int
-) -> Report:
-    """Return to how many other ranks a token goes in the mean, there and here."""
-    there = [_visited(ids, table, of) for ids, table in zip(whole_LTK, placed_LP, strict=True)]
-    found = [_visited(ids, table, here) for ids, table in zip(drawn_SLTK[0], table_Lp, strict=True)]
-    return {
-        "whole_other_ranks_of_a_token": float(np.mean(there)) * (of - 1) / of,
-        "other_ranks_of_a_token": float(np.mean(found)) * (here - 1) / here,
-    }
-
-
-def _visited(ids_TK: Tensor, table_P: Sequence[int], num_ranks: int) -> float:
-    ranks_TK = _ranks_of(ids_TK, table_P, num_ranks)
-    is_there = torch.zeros((len(ranks_TK), num_ranks), device=ranks_TK.device)
-    return float(is_there.scatter_(1, ranks_TK, 1.0).sum(dim=1).mean())
+def other_ranks(ids_LTK: Tensor, table_LP: Table, num_ranks: int) -> float:
+    """Return to how many ranks beside its own a token goes, in the mean over tokens and layers."""
+    visited = []
+    for ids_TK, table_P in zip(ids_LTK, table_LP, strict=True):
+        ranks_TK = _ranks_of(ids_TK, table_P, num_ranks)
+        is_there_TR = torch.zeros((len(ranks_TK), num_ranks), device=ranks_TK.device)
+        visited.append(float(is_there_TR.scatter_(1, ranks_TK, 1.0).sum(dim=1).mean()))
+    return float(np.mean(visited)) * (num_ranks - 1) / num_ranks
 
 
 def _ranks_of(ids_TK: Tensor, table_P: Sequence[int], num_ranks: int) -> Tensor:

@@ -14,7 +14,7 @@ from bench.engine.trace import Span, SpanKind, busy, gaps
 
 _NUM_GAPS = 8
 _EXPERTS = ("grouped_mlp",)
-_EXPERT_ROWS = ("count_rows", "permute_rows", "unpermute_rows")
+_EXPERT_ROWS = ("count_rows", "moe_align_block_size", "permute_rows", "unpermute_rows")
 """Beginnings of the names of stages."""
 _US = 1e-3  # milliseconds
 

@@ -300,7 +300,7 @@ def show(report: Report) -> None:
     show_quiet(quiet)
 
 
-def _parse() -> tuple[LiveOptions, Path | None]:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -327,7 +327,11 @@ def _parse() -> tuple[LiveOptions, Path | None]:
         "--level", action="store_true", help="slow ranks down to the slowest before all of that"
     )
     parser.add_argument("--json", type=Path, help="where the report is written")
-    arguments = parser.parse_args()
+    return parser
+
+
+def _parse() -> tuple[LiveOptions, Path | None]:
+    arguments = _parser().parse_args()
     faults = faults_of(
         attention=arguments.attention, rows=arguments.rows, link_s=1e-6 * arguments.link_us
     )

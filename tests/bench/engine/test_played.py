@@ -22,6 +22,7 @@ from bench.engine.played import (
 from bench.engine.played_tables import (
     describe_played,
     describe_times,
+    other_ranks,
     place_experts,
     rows_of_ranks,
     sample_whole,
@@ -173,6 +174,13 @@ def test_experts_of_a_token_differ_and_come_as_often_as_they_should() -> None:
     for number in range(2):
         share = torch.bincount(ids[number::2].flatten(), minlength=5) / 20_000
         torch.testing.assert_close(share.double(), chance_Ce[number], atol=0.012, rtol=0.0)
+
+
+def test_a_token_goes_to_ranks_beside_its_own() -> None:
+    """Experts 0 to 7 in order on four ranks; tokens of all ranks alike."""
+    ids_LTK = torch.tensor([[[0, 1], [2, 7]], [[0, 7], [3, 4]]])
+    table_LP = np.tile(np.arange(8), (2, 1))
+    assert other_ranks(ids_LTK, table_LP, 4) == pytest.approx((1 + 2 + 2 + 2) / 4 * 3 / 4)
 
 
 def test_order_of_a_token_s_experts_says_nothing_of_their_neighbours() -> None:
