@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.engine.options import BLOCK_SIZE, Routing, Setup
+from bench.engine.played_tables import PlayedTables, open_played_tables
 from bench.engine.rank_model import RankModel, free_memory
 from bench.engine.report import Report
 from bench.engine.routing import (
@@ -166,6 +167,8 @@ def _skewed_tables(
     generator: torch.Generator,
 ) -> RoutingTables:
     """Tables of a skew that all ranks share and every layer has for itself."""
+    if setup.plays:
+        return open_played_tables(rank, setup, max_tokens, num_rows, generator)
     config, layers = rank.measured.config, list(moe_layers(rank.model).values())
     log_LE = log_likelihoods(len(layers), config.n_routed_experts, seed=setup.seed)
     drawn = draw_skewed(
@@ -178,6 +181,12 @@ def _skewed_tables(
     gates = [layer.gate.e_score_correction_bias.data_ptr() for layer in layers]
     layer_of = {address: place for place, address in enumerate(gates)}
     return LayerTables(rank.groups.tp_group.broadcast(drawn), layer_of, num_rows=num_rows)
+
+
+def describe_tables(session: Session) -> Report:
+    """What its ranks play, for a report; nothing where they are themselves."""
+    tables = session.rank.routing.tables
+    return {"played": tables.played} if isinstance(tables, PlayedTables) else {}
 
 
 def describe_execution(execution: Execution) -> Report:
