@@ -1,12 +1,13 @@
 """All-gather and reduce-scatter between the GPUs of one host, alone and behind matrix products.
 
-Run ``python -m torch.distributed.run --nproc-per-node N -m bench.kernels.collectives --json
-OUT.json`` on a host with N GPUs. Each size is the whole tensor: what an all-gather returns, what a
-reduce-scatter is given. Compared: NCCL as it is, with few blocks and by its policies, and our own
-by NVLink stores, one in flight, of which a receive is launched behind the products. "GB/s" is what
-a GPU sends, (N - 1) / N of the size, over the time of the slowest rank. "with GEMM" starts the
-collective, launches products that take half as long again, and waits: what it takes longer than the
-products alone is exposed. Results are checked before they are timed.
+On a host with N GPUs start ``python -m bench.kernels.collectives --json OUT.json`` N times, with
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT in the environment. Each size is
+the whole tensor: what an all-gather returns, what a reduce-scatter is given. Compared: NCCL as it
+is, with few blocks and by its policies, and our own by NVLink stores, one in flight, of which a
+receive is launched behind the products. "GB/s" is what a GPU sends, (N - 1) / N of the size, over
+the time of the slowest rank. "with GEMM" starts the collective, launches products that take half as
+long again, and waits: what it takes longer than the products alone is exposed. Results are checked
+before they are timed.
 """
 
 from __future__ import annotations

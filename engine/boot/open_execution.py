@@ -109,7 +109,6 @@ def open_execution(
             num_physical_experts=num_physical_experts,
             scatter_tokens=options.steps.scatter_tokens,
             waits=waits,
-            records_costs=_records_costs(options),
         )
         opened, max_masked = _open(options, experts, played_ranks)
     dispatcher = None if opened is None else opened.dispatcher
@@ -144,12 +143,6 @@ def _open_exchange(
         is_scattered=steps.scatter_tokens,
         overlaps=overlap_of(steps, groups.dims) is not None,
     )
-
-
-def _records_costs(options: EngineOptions) -> bool:
-    """Whether DeepEP is to count waits: where asked for by name, as it is not measured yet."""
-    steps = options.steps
-    return isinstance(steps, TokenSteps) and steps.record_waits is Switch.ON
 
 
 def _open(
