@@ -3,11 +3,11 @@
 Made once, before the model is built. Everything has a default that fits the axes in use.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.micro_batches import OverlapRule
-from engine.parallel.groups import RankGroup
+from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.side_stream import SideRule, SideStream
 
@@ -44,3 +44,7 @@ class Execution:
     side_rule: SideRule = field(default_factory=SideRule)
     dependent_launches: bool = False
     tp_group: RankGroup | None = None
+
+    def exchanging(self, groups: ProcessGroups) -> ProcessGroups:
+        """Return the ranks with what those that share heads have opened."""
+        return groups if self.tp_group is None else replace(groups, tp_group=self.tp_group)
