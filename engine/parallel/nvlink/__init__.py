@@ -1,11 +1,13 @@
-"""Expert dispatch and combine between the GPUs of one NVLink host, by stores into peers' memory.
+"""What ranks of one NVLink host send one another, by stores into peers' memory.
 
-For decode: few tokens, fixed shapes, nothing that the host reads. Not for ranks of several hosts,
-and not for the many tokens of prefill. The key idea: a token travels once to each *rank* that holds
-some of its experts, not once to each expert, and comes home as one row, which is the sum of that
-rank's experts. With groups of experts that stand on few ranks this halves what the wire carries.
+Expert dispatch and combine, for decode: few tokens, fixed shapes, nothing that the host reads. And
+the sums and gathers of prefill with shared heads (`reduce_scatter`, `all_gather`), by the same
+counters. Not for ranks of several hosts. The key idea of a dispatch: a token travels once to each
+*rank* that holds some of its experts, not once to each expert, and comes home as one row, which is
+the sum of that rank's experts. With groups of experts that stand on few ranks this halves what the
+wire carries.
 
-A transfer is a dispatch or a combine, and has two halves, a kernel each:
+A transfer is a dispatch, a combine, a sum or a gather, and has two halves, a kernel each:
 
 - *send* writes straight into every peer's buffer, and then raises its own counter there: a buffer
   has one for each sending rank;
