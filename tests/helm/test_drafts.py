@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from pathlib import Path
 
 import pytest
 from helm_python.errors import HelmError
 
+from bench.shapes import DEEPSEEK_V3
+from deploy.decode_memory import plan_decode_memory
+from deploy.drafts import decide_drafts
+from runtime.config_file import parse_config
 from tests.helm.rendering import PROFILES, Values, probe, profile, render
 
 CALL = 'tandem.checkDrafts" (dict "root" . "live" .Values.global.live)'
@@ -72,7 +77,23 @@ def test_the_file_says_what_drafts_are_left_to(said: Values, expected: object) -
     assert tomllib.loads(toml)["decode"]["num_speculative_tokens"] == expected
 
 
-def test_a_profile_leaves_drafts_to_the_default() -> None:
-    for name in PROFILES:
-        decode = profile(name).get("config", {}).get("decode", {})
-        assert "num_speculative_tokens" not in decode, name
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_profile_has_a_draft_by_default_where_blocks_are_not_given(name: str) -> None:
+    rendered = render(profile(name))
+    (toml,) = [
+        each["data"]["config.toml"]
+        for each in rendered.of_kind("ConfigMap")
+        if "config.toml" in each["data"]
+    ]
+    config = parse_config(tomllib.loads(toml))
+    assert config.decode.num_speculative_tokens == "default"
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, load_format="dummy")
+    )
+    chosen, why = decide_drafts(config, DEEPSEEK_V3)
+    number = chosen.decode.num_speculative_tokens
+    if name in ("h200-ep16", "h200-ep72"):
+        assert (number, why[:26]) == (0, "prefill.num_blocks = 8192:")
+        return
+    assert (number, why) == (1, "")
+    plan_decode_memory(chosen, DEEPSEEK_V3)
