@@ -25,7 +25,7 @@ from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.base import Kernels
 from engine.ops.op import AnyOp, moved_bytes
-from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.parallel.groups import PeerGathers, PeerSums, ProcessGroups, RankGroup
 
 TRAFFIC_MARK = "ranks: "
 """Begins the name of a stage in which ranks exchange data."""
@@ -184,6 +184,10 @@ class _WatchedGroup:
     def __init__(self, group: RankGroup, timer: StageTimer) -> None:
         self._watched = group
         self._timer = timer
+
+    def exchanging_by(self, sums: PeerSums, gathers: PeerGathers) -> "_WatchedGroup":
+        """See `RankGroup`."""
+        return _WatchedGroup(self._watched.exchanging_by(sums, gathers), self._timer)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._watched, name)

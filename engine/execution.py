@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.micro_batches import OverlapRule
+from engine.parallel.groups import RankGroup
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.side_stream import SideRule, SideStream
 
@@ -31,6 +32,7 @@ class Execution:
         dependent_launches: bring each kernel of a decode step, or of a short one of prefill that is
             captured, onto the GPU while the one before it runs; without effect where no Hopper GPU
             runs the model.
+        tp_group: ranks that share heads, with what they opened to send rows; None for the model's.
     """
 
     scatter_tokens: bool | None = None
@@ -41,3 +43,4 @@ class Execution:
     side_stream: SideStream | None = None
     side_rule: SideRule = field(default_factory=SideRule)
     dependent_launches: bool = False
+    tp_group: RankGroup | None = None

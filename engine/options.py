@@ -45,6 +45,14 @@ class DispatcherKind(StrEnum):
     COLLECTIVES = "collectives"
 
 
+class TPExchangeKind(StrEnum):
+    """How ranks that share heads send rows; see `engine.parallel.choose_tp_exchange`."""
+
+    AUTO = "auto"
+    NVLINK = "nvlink"
+    COLLECTIVES = "collectives"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
     """The model of a rank.
@@ -99,6 +107,7 @@ class ChunkSteps:
             on a stream of its own, on a GPU, beside routing too.
         dependent_launches: in steps that are captured, bring a kernel onto a Hopper GPU while the
             one before it runs (PDL).
+        tp_exchange: how the ranks of the tp axis send rows, where each keeps its share of them.
     """
 
     max_num_batched_tokens: int = 1024
@@ -108,6 +117,7 @@ class ChunkSteps:
     max_masked_tokens: int | Literal[Switch.AUTO] = Switch.AUTO
     overlap_shared_expert: bool = True
     dependent_launches: Switch = Switch.AUTO
+    tp_exchange: TPExchangeKind = TPExchangeKind.AUTO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

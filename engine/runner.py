@@ -196,6 +196,7 @@ class ModelRunner:
             hidden = self.model.forward(
                 batch, self.kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
             )
+        copies.nearly_there()
         try:
             with may_fail(device, has_joined=True):
                 pending = self._finish(scheduled, batch, hidden, copies, meanwhile, after=after)

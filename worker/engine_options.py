@@ -20,6 +20,7 @@ from engine.options import (
     ModelOptions,
     Switch,
     TokenSteps,
+    TPExchangeKind,
 )
 from engine.parallel.dims import ParallelDims
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
@@ -45,6 +46,7 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 max_masked_tokens=_or_auto(section.max_masked_tokens),
                 overlap_shared_expert=section.overlap_shared_expert,
                 dependent_launches=Switch(section.dependent_launches),
+                tp_exchange=TPExchangeKind(section.tp_exchange),
             )
         case DecodeSection():
             prefix = "decode."

@@ -259,6 +259,14 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         " by the invented router",
     )
     parser.add_argument(
+        "--play-ranks",
+        dest="plays",
+        choices=("in-order", "recorded", "planned"),
+        default="",
+        help="with --routing skewed and --shard-of N: play the busiest of N ranks and others of"
+        " them, experts in order, placed by a recording of the skew, or moved by a plan",
+    )
+    parser.add_argument(
         "--temperature", type=float, default=1.0, help="of all requests; 0 is greedy"
     )
     parser.add_argument("--top-p", type=float, default=1.0, help="of all requests")
@@ -279,6 +287,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _setup(arguments: argparse.Namespace, default_axis: str) -> Setup:
     from bench.engine.options import Axis, Routing, Setup
+    from bench.engine.plays import Plays
 
     names = {field.name for field in dataclasses.fields(Setup)}
     given = {_FIELDS.get(name, name): value for name, value in vars(arguments).items()}
@@ -290,6 +299,7 @@ def _setup(arguments: argparse.Namespace, default_axis: str) -> Setup:
             **values,
             "settings": tuple(arguments.settings),
             "routing": Routing(arguments.routing),
+            "plays": Plays(arguments.plays),
             "shard_axis": Axis(arguments.shard_axis or axis),
         }
     )

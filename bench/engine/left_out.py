@@ -78,6 +78,8 @@ def _of_proxy(measured: MeasuredModel, setup: Setup, role: str) -> list[str]:
             f"each layer waits for the slowest of {here} ranks instead of {there}, and each step"
             f" begins when {here} have met"
         )
+    if setup.plays:
+        return told + _of_played(measured)
     sharing = _of_own_tokens if setup.shard_axis is Axis.DP else _of_shared_tokens
     return told + sharing(measured, role)
 
@@ -117,6 +119,24 @@ def _of_own_tokens(measured: MeasuredModel, role: str) -> list[str]:
         f" all {whole.n_routed_experts} experts gives"
     )
     return told
+
+
+def _of_played(measured: MeasuredModel) -> list[str]:
+    config, whole = measured.config, measured.whole
+    here, there = measured.num_gpus, measured.virtual_gpus
+    return [
+        f"in every layer rank 0 gets the rows of the busiest of {there} ranks in the mean pass, and"
+        f" the others those of {here - 1} further ones, scaled so that a token has"
+        f" {config.num_experts_per_tok} experts: a pass in which another rank is fuller by chance"
+        " is not played",
+        "one GPU has the busiest rank of all layers, and its heat, where layers differ in it",
+        f"a token chooses among {config.n_routed_experts} experts without groups; to how many ranks"
+        f" it travels here and with {there} ranks is in `played`, with the time that is missing by"
+        " the planner's model: where experts stand torn apart more of it is",
+        f"the router scores {config.n_routed_experts} experts instead of {whole.n_routed_experts}",
+        "an expert with two slots here stands for two of the larger group: `experts` takes them for"
+        " one, rows of ranks are in `played`",
+    ]
 
 
 def _share(config: DeepseekV3Config) -> float:

@@ -13,7 +13,7 @@ from bench.engine.moving import WatchedExperts
 from bench.engine.options import EFFECTIVE, Setup
 from bench.engine.rank_model import Section, device_name
 from bench.engine.report import Quantiles, Report
-from bench.engine.session import Session, describe_execution
+from bench.engine.session import Session, describe_execution, describe_tables
 from bench.engine.steps import (
     BenchSteps,
     LoopPlace,
@@ -144,6 +144,7 @@ def describe_run(
         "memory_gb": session.memory_gb(),
         "machine": describe_machine(setup.device, session.rank.place.world_size),
         **describe_command(),
+        **describe_tables(session),
     }
 
 

@@ -103,7 +103,7 @@ def describe_experts(
             "rounds": counts.num_rounds,
             "experts": counts.num_moves,
             "experts_from_host": int(sum(row[0] for row in from_host)),
-            "bytes_between_ranks": int(sum(row[0] for row in num_bytes)),
+            "bytes_received": int(sum(row[0] for row in num_bytes)),
             "retreats": counts.num_retreats,
             "last_retreat": mover.last_retreat,
             "epoch": mover.epoch,

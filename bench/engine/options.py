@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from bench.engine.plays import Plays, check_plays
 from engine.draft_choices import AUTO_DRAFTS
 from engine.parallel.deep_ep_shape import ROW_TILE
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
@@ -33,7 +34,8 @@ EFFECTIVE: Mapping[str, frozenset[str]] = {
         (
             "expert_parallel", "num_threads", "max_num_seqs", "kv_dtype", "overlap_steps",
             "two_batch_overlap", "scatter_tokens", "cuda_graphs", "max_masked_tokens",
-            "overlap_shared_expert", "dependent_launches", "num_redundant_experts", *_PLACED,
+            "overlap_shared_expert", "dependent_launches", "tp_exchange",
+            "num_redundant_experts", *_PLACED,
         )
     ),
     "decode": frozenset(
@@ -95,6 +97,7 @@ class Setup:
         device: "cuda" or "cpu".
         max_model_len: most tokens of prompt and output; 0 for all that the model knows.
         routing: who chooses experts.
+        plays: ranks of the larger group, with skewed routing.
         temperature: of all requests; 0 is greedy.
         top_p: of all requests.
         seconds: of measured steps, at least.
@@ -117,6 +120,7 @@ class Setup:
     device: str = "cuda"
     max_model_len: int = 0
     routing: Routing = Routing.UNIFORM
+    plays: Plays = Plays.NOTHING
     temperature: float = 1.0
     top_p: float = 1.0
     seconds: float = 30.0
@@ -146,6 +150,13 @@ class Setup:
         if self.shard_of and self.world_size > 1 and self.shard_axis is not axis:
             problem = f"{self.world_size} ranks share the model along {axis}"
             raise ConfigError("shard-axis", str(self.shard_axis), problem, str(axis))
+        check_plays(
+            self.plays,
+            is_skewed=self.routing is Routing.SKEWED,
+            dp=self.dp,
+            shard_of=self.shard_of,
+            settings=self.settings,
+        )
 
     @property
     def world_size(self) -> int:

@@ -24,7 +24,7 @@ from bench.engine.rank_model import RankModel, RankModels, device_name
 from bench.engine.report import Quantiles, Report, say
 from bench.engine.requests import PromptBatches, SamplingChoice
 from bench.engine.session import Session, close_session, open_session
-from bench.engine.stages import BatchProfile
+from bench.engine.stages import BatchProfile, experts_ms
 from engine.batch import build_forward_batch
 from engine.boot.warm_up import attention_products, products
 from engine.data_sheets import find_sheet
@@ -218,6 +218,7 @@ def _report(
         "ttft_ms": dataclasses.asdict(Quantiles.of(ttft)) if ttft else None,
         "idle_between_batches_ms": describe_idle(steps),
         "profile": dataclasses.asdict(profile) if profile is not None else None,
+        "experts_ms": None if profile is None else experts_ms(profile),
         "bubbles_ms": None if profile is None else profile.bubbles_ms(batch_ms),
     }
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bench.engine.options import BLOCK_SIZE, Routing, Setup
+from bench.engine.played_tables import PlayedTables, open_played_tables
 from bench.engine.rank_model import RankModel, free_memory
 from bench.engine.report import Report
 from bench.engine.routing import (
@@ -166,6 +167,8 @@ def _skewed_tables(
     generator: torch.Generator,
 ) -> RoutingTables:
     """Tables of a skew that all ranks share and every layer has for itself."""
+    if setup.plays:
+        return open_played_tables(rank, setup, max_tokens, num_rows, generator)
     config, layers = rank.measured.config, list(moe_layers(rank.model).values())
     log_LE = log_likelihoods(len(layers), config.n_routed_experts, seed=setup.seed)
     drawn = draw_skewed(
@@ -180,6 +183,12 @@ def _skewed_tables(
     return LayerTables(rank.groups.tp_group.broadcast(drawn), layer_of, num_rows=num_rows)
 
 
+def describe_tables(session: Session) -> Report:
+    """What its ranks play, for a report; nothing where they are themselves."""
+    tables = session.rank.routing.tables
+    return {"played": tables.played} if isinstance(tables, PlayedTables) else {}
+
+
 def describe_execution(execution: Execution) -> Report:
     """How steps run, for a report: what every "auto" of the section has become."""
     return {
@@ -190,7 +199,15 @@ def describe_execution(execution: Execution) -> Report:
         "overlap_shared_expert": execution.overlap_shared_expert,
         "side_stream": execution.side_stream is not None,
         "dependent_launches": execution.dependent_launches,
+        "tp_exchange": _name_exchange(execution),
     }
+
+
+def _name_exchange(execution: Execution) -> str | None:
+    """How ranks that share heads send one another rows; None where none keeps a share of them."""
+    if execution.tp_group is None or execution.tp_group.size == 1 or not execution.scatter_tokens:
+        return None
+    return "collectives" if execution.tp_group.sums is None else "nvlink"
 
 
 def _fill(pool: KVPool) -> KVPool:

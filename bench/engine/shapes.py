@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bench.engine.options import ROUTING_LABELS, Axis, Setup
+from bench.engine.plays import PLAYS_LABELS
 from bench.shapes import expert_shard, read_shape, tensor_shard, with_layers
 from engine.config import DeepseekV3Config
 
@@ -70,6 +71,10 @@ def choose_model(setup: Setup) -> MeasuredModel:
         )
     if config.num_moe_layers:
         label += f", {ROUTING_LABELS[setup.routing]}"
+    if setup.plays:
+        label += (
+            f", the busiest of {of} ranks among those played, experts {PLAYS_LABELS[setup.plays]}"
+        )
     return MeasuredModel(
         config=config,
         whole=whole,

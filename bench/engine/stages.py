@@ -13,6 +13,9 @@ from itertools import groupby
 from bench.engine.trace import Span, SpanKind, busy, gaps
 
 _NUM_GAPS = 8
+_EXPERTS = ("grouped_mlp",)
+_EXPERT_ROWS = ("count_rows", "moe_align_block_size", "permute_rows", "unpermute_rows")
+"""Beginnings of the names of stages."""
 _US = 1e-3  # milliseconds
 
 
@@ -71,6 +74,15 @@ class BatchProfile:
             "profiled": self.idle_ms,
             "batch_less_busy": max(batch_ms - (self.window_ms - self.idle_ms), 0.0),
         }
+
+
+def experts_ms(profile: BatchProfile) -> dict[str, float]:
+    """Return what routed experts took of a batch: their GEMMs, and laying rows out for them."""
+
+    def sum_of(names: tuple[str, ...]) -> float:
+        return sum(row.ms for row in profile.stages if row.stage.startswith(names))
+
+    return {"gemms": sum_of(_EXPERTS), "rows": sum_of(_EXPERT_ROWS)}
 
 
 def summarise(spans: Sequence[Span], bounds_s: Mapping[str, float]) -> BatchProfile:

@@ -70,6 +70,15 @@ def _tell_times(report: Mapping[str, Any]) -> Iterator[str]:
                 f"{what} {times['p50']:.3f} ms"
                 f" (p10 {times['p10']:.3f}, p90 {times['p90']:.3f} of {times['count']})"
             )
+    experts, played = report.get("experts_ms"), report.get("played")
+    if experts:
+        yield f"experts of rank 0 {experts['gemms']:.3f} ms, {experts['rows']:.3f} for their rows"
+    if played:
+        yield (
+            f"rank 0 gets {played['received_over_mean'][0]:.3f} times the mean rows, the busiest of"
+            f" {played['whole_ranks']} {played['whole_busiest_over_mean']:.3f} with"
+            f" {played['whole_redundant_experts']} redundant experts"
+        )
     layers = report.get("layers_us")
     if layers:
         share = (layers["share_of_bound"] or {}).get("data_sheet")

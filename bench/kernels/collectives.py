@@ -1,11 +1,13 @@
 """All-gather and reduce-scatter between the GPUs of one host, alone and behind matrix products.
 
-Run ``python -m torch.distributed.run --nproc-per-node N -m bench.kernels.collectives --json
-OUT.json`` on a host with N GPUs. Each size is the whole tensor: what an all-gather returns, what a
-reduce-scatter is given. Compared: NCCL as it is, with few blocks and by its policies. "GB/s" is
-what a GPU sends, (N - 1) / N of the size, over the time of the slowest rank. "with GEMM" starts the
-collective, launches products that take half as long again, and waits: what it takes longer than the
-products alone is exposed. Results are checked before they are timed.
+On a host with N GPUs start ``python -m bench.kernels.collectives --json OUT.json`` N times, with
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT in the environment. Each size is
+the whole tensor: what an all-gather returns, what a reduce-scatter is given. Compared: NCCL as it
+is, with few blocks and by its policies, and our own by NVLink stores, one in flight, of which a
+receive is launched behind the products. "GB/s" is what a GPU sends, (N - 1) / N of the size, over
+the time of the slowest rank. "with GEMM" starts the collective, launches products that take half as
+long again, and waits: what it takes longer than the products alone is exposed. Results are checked
+before they are timed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from engine.formats.stored_weight import StoredWeight
 from engine.kernels.create import create_kernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup, init_process_groups
+from engine.parallel.nvlink.all_gather import GatherShape
+from engine.parallel.nvlink.open import open_nvlink_exchange
+from engine.parallel.nvlink.reduce_scatter import ReduceShape
 from engine.parallel.pending import Pending
 from engine.weights.fp8 import quantize_block
 
@@ -113,10 +118,14 @@ class Bench:
     def _check(self, what: str, collectives: RankGroup, rows: int) -> float:
         """Compare with float32 on fresh inputs, several in flight; returns the worst error."""
         start, ranks, worst = _starter(what, collectives), range(self._group.size), 0.0
-        seeds = range(3)
-        flying = [start(self._draw(what, rows, self._group.rank, seed=seed)) for seed in seeds]
-        for seed, pending in zip(seeds, flying, strict=True):
-            actual = pending.wait()
+        seeds, in_flight = range(3), 1 if collectives.sums is not None else 3
+        flying = [self._start(start, what, rows, seed) for seed in seeds[:in_flight]]
+        for seed in seeds:
+            if seed >= len(flying):
+                torch.cuda.synchronize()
+                self._group.barrier()  # nobody reads what was gathered before
+                flying.append(self._start(start, what, rows, seed))
+            actual = flying[seed].wait()
             if what == "all-gather":
                 expected = torch.cat([self._draw(what, rows, rank, seed=seed) for rank in ranks])
                 assert torch.equal(actual, expected), f"{what} returned wrong rows"
@@ -128,6 +137,15 @@ class Bench:
             worst = max(worst, float((actual.float() - total).abs().max() / total.abs().max()))
         assert worst < 0.02, f"{what} is off by {worst}"
         return self._max(worst)
+
+    def _start(
+        self,
+        start: Callable[[torch.Tensor], Pending[torch.Tensor]],
+        what: str,
+        rows: int,
+        seed: int,
+    ) -> Pending[torch.Tensor]:
+        return start(self._draw(what, rows, self._group.rank, seed=seed))
 
     def _slowest(self, call: Callable[[], object], repeats: int = 5, calls: int = 4) -> float:
         """Return the slowest rank's median seconds of a call, several calls back to back."""
@@ -150,10 +168,19 @@ class Bench:
 
 
 def _starter(what: str, collectives: RankGroup) -> Callable[[torch.Tensor], Pending[torch.Tensor]]:
-    return {
-        "all-gather": collectives.start_all_gather,
-        "reduce-scatter": collectives.start_reduce_scatter,
-    }[what]
+    if what == "reduce-scatter":
+        return collectives.start_reduce_scatter
+    if collectives.gathers is None:
+        return collectives.start_all_gather
+    gathers = collectives.gathers
+
+    def start(rows: torch.Tensor) -> Pending[torch.Tensor]:
+        # Back to back the ranks keep step by the gathers themselves, and nobody reads the rows.
+        gathers.met()
+        assert gathers.takes(rows)
+        return gathers.start(rows)
+
+    return start
 
 
 def _make_gemm() -> Callable[[], object]:
@@ -185,6 +212,20 @@ def nccl_variants(group: RankGroup) -> Iterator[tuple[str, RankGroup]]:
         made = dist.new_group(backend="nccl", pg_options=options)
         yield name, RankGroup(rank=group.rank, size=group.size, _group=made)
         dist.destroy_process_group(made)
+
+
+def nvlink_group(group: RankGroup, megabytes: int) -> tuple[RankGroup, Callable[[], None]]:
+    """Return the ranks with stores for up to so many megabytes, and what closes those."""
+    max_rows = -(-megabytes * MEGABYTE // (2 * HIDDEN * group.size))
+    sums = ReduceShape(num_ranks=group.size, max_rows=max_rows, hidden_size=HIDDEN)
+    gathers = GatherShape(num_ranks=group.size, max_rows=max_rows, row_bytes=2 * HIDDEN)
+    opened = open_nvlink_exchange(group, sums, gathers)
+
+    def close() -> None:
+        for one in opened:
+            one.close()
+
+    return group.exchanging_by(*opened), close
 
 
 def show(result: Result) -> None:
@@ -219,6 +260,10 @@ def measure(
     for name, nccl in nccl_variants(group):
         if is_wanted(name):
             measure_one(name, nccl)
+    if is_wanted("nvlink"):
+        by_stores, close = nvlink_group(group, max(sizes))
+        measure_one("nvlink", by_stores)
+        close()
     return results
 
 

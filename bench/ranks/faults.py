@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,16 +160,23 @@ def captured_fault(fault: LiveFault, session: Session, work_s: float) -> Iterato
     """
     rank, model = session.rank.place.rank, session.rank
     if fault.attention and rank in fault.ranks:
-        model.routing.before = spinning(session.device, fault.attention * work_s)
+        usual = model.routing.before  # of a rank that is slowed to be like the others
+        spin = spinning(session.device, fault.attention * work_s)
+        model.routing.before = partial(_one_after_other, usual, spin)
         try:
             yield
         finally:
-            model.routing.before = do_nothing
+            model.routing.before = usual
     elif fault.link_s and rank == fault.source:
         with _slow_link(session, fault.ranks[0], fault.link_s):
             yield
     else:
         yield
+
+
+def _one_after_other(first: Callable[[], None], then: Callable[[], None]) -> None:
+    first()
+    then()
 
 
 def _slow_link(

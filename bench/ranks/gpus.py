@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +28,19 @@ from bench.engine.rank_model import RankModels, free_memory
 from bench.engine.report import Report, say
 from bench.engine.routing import RoutingTables
 from bench.engine.session import describe_execution
-from bench.ranks.faults import LiveFault, Place, captured_fault, faults_of, skewed, sleeper
-from bench.ranks.live import Blocks, LiveRank, Stretch
+from bench.ranks.detection import places_of
+from bench.ranks.faults import (
+    LiveFault,
+    Place,
+    captured_fault,
+    faults_of,
+    skewed,
+    sleeper,
+    spinning,
+)
+from bench.ranks.judged import Blocks, alarms_of, describe_finding, show_looks
+from bench.ranks.live import LiveRank, Stretch
+from bench.ranks.quiet import beside_others, median_own_s, run_quiet, show_quiet
 from engine.graphs.graph_runner import GraphRunner
 from runtime.errors import ConfigError
 from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase
@@ -38,6 +49,7 @@ from runtime.slow_ranks import Finding
 NO_FAULT = "none"
 """Asked for in place of faults: only the steps without one, however many seconds."""
 WARM_UP_STEPS = 30
+LEVELLING_STEPS = 304
 STEPS_OF_WINDOW = STEPS_OF_BLOCK * BLOCKS_OF_WINDOW
 
 
@@ -53,6 +65,7 @@ class LiveOptions:
         windows: of 100 steps that are looked at with each fault, 20 steps apart.
         usual_steps: without a fault before all faults, whose noise the judge knows then.
         faults: in order.
+        level: whether ranks are made alike before them.
     """
 
     decode: DecodeOptions
@@ -62,6 +75,7 @@ class LiveOptions:
     windows: int
     usual_steps: int
     faults: tuple[LiveFault, ...]
+    level: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -87,6 +101,9 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
     live.run(recorded, num_steps=WARM_UP_STEPS)
     costs = _compare(live, plain, recorded, options)
     plain.close()
+    levelled = None
+    if options.level:
+        recorded, levelled = _level(live, recorded)
     healthy = live.run(recorded, num_steps=max(options.num_steps, options.usual_steps))
     work_s = _work_before_dispatch(healthy.blocks, rank.measured.config.num_moe_layers)
     say(f"a step takes {1e3 * healthy.median_s:.2f} ms", rank=place.rank)
@@ -94,8 +111,13 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
         _with_fault(live, recorded, fault, options, work_s=work_s, healthy=healthy)
         for fault in options.faults
     ]
-    quiet = live.run(recorded, num_steps=options.num_steps, seconds=options.quiet_s)
-    looks = quiet.windows(healthy.blocks)
+    quiet = run_quiet(
+        live,
+        recorded,
+        healthy.blocks,
+        seconds=options.quiet_s,
+        num_steps=options.num_steps,
+    )
     report: Report = {
         "benchmark": "slow ranks",
         "label": rank.measured.label,
@@ -105,21 +127,36 @@ def run_live(options: LiveOptions, place: RankPlace) -> Report | None:
         "step_ms": 1e3 * healthy.median_s,
         "work_before_dispatch_us": 1e6 * work_s,
         "usual": _describe_blocks(healthy.blocks),
+        "levelled_us": levelled,
         "recording": costs,
         "faults": found,
-        "quiet": {
-            "seconds": sum(quiet.step_s),
-            "steps": len(quiet.step_s),
-            "alarms": _alarms(looks, frozenset()),
-            "longest_alarm_s": _longest_alarm(looks) * STEPS_OF_BLOCK * quiet.median_s,
-            "windows": len(looks),
-            "noise": _noise_of_blocks(quiet.blocks),
-        },
+        "quiet": quiet,
     }
     recorded.close()
     live.close()
     models.close()
     return None if place.rank else report
+
+
+def _level(live: LiveRank, runner: GraphRunner) -> tuple[GraphRunner, Sequence[float]]:
+    """Slow ranks down whose work before a dispatch is shorter than the slowest rank's: cards of a
+    host differ, and a fault of one or two is looked for among ranks that are alike.
+
+    Returns:
+        What runs steps from now on, and us a layer that each rank spins.
+    """
+    session = live.session
+    place, num_layers = session.rank.place, session.rank.measured.config.num_moe_layers
+    own_s = median_own_s(live.run(runner, num_steps=LEVELLING_STEPS).blocks)
+    work_s = own_s[Phase.DISPATCH] / (num_layers - 1)
+    missing_s = (work_s.max() - work_s).tolist()
+    session.rank.routing.before = spinning(session.device, missing_s[place.rank])
+    runner.close()
+    say(
+        "ranks spin for " + ", ".join(f"{1e6 * each:.1f}" for each in missing_s) + " us a layer",
+        rank=place.rank,
+    )
+    return live.capture(), [1e6 * each for each in missing_s]
 
 
 def _compare(
@@ -172,7 +209,7 @@ def _with_fault(
         tables.redraw(usual)
     free_memory(session.device)
     windows = stretch.windows(healthy.blocks)
-    say(f"{fault.name}: {_shown(windows[:1])}", rank=session.rank.place.rank)
+    say(f"{fault.name}: {show_looks(windows[:1])}", rank=session.rank.place.rank)
     return _describe_fault(fault, stretch, windows)
 
 
@@ -189,7 +226,7 @@ def _skew(live: LiveRank, fault: LiveFault, tables: RoutingTables | None) -> Ten
 def _describe_fault(
     fault: LiveFault, stretch: Stretch, windows: Sequence[Sequence[Finding]]
 ) -> Report:
-    hits = [fault.places <= _places(found) for found in windows]
+    hits = [fault.places <= places_of(found) for found in windows]
     return {
         "name": fault.name,
         "expected": [[kind.value, rank, source] for kind, rank, source in _by_rank(fault)],
@@ -202,40 +239,15 @@ def _describe_fault(
             STEPS_OF_WINDOW + STEPS_OF_BLOCK * hits.index(True) if any(hits) else None
         ),
         "found_in_windows": [sum(hits), len(hits)],
-        "other_alarms": _alarms(windows, fault.places),
-        "first_window": [_described(finding) for finding in windows[0]],
+        "found_by_window": hits,
+        "other_alarms": alarms_of(windows, fault.places),
+        "first_window": [describe_finding(finding) for finding in windows[0]],
         "recorded": _describe_blocks(stretch.blocks),
     }
 
 
 def _by_rank(fault: LiveFault) -> list[Place]:
     return sorted(fault.places, key=lambda place: place[1])
-
-
-def _places(found: Sequence[Finding]) -> frozenset[Place]:
-    return frozenset((each.kind, each.rank, each.source) for each in found)
-
-
-def _alarms(windows: Sequence[Sequence[Finding]], expected: frozenset[Place]) -> list[object]:
-    """Return the faults that are none, with the number of the window."""
-    return [
-        [number, _described(each)]
-        for number, found in enumerate(windows)
-        for each in found
-        if each.kind.is_fault and (each.kind, each.rank, each.source) not in expected
-    ]
-
-
-def _described(finding: Finding) -> Mapping[str, object]:
-    return {
-        "kind": finding.kind.value,
-        "rank": finding.rank,
-        "source": finding.source,
-        "ratio": round(finding.ratio, 4),
-        "share": round(finding.share, 5),
-        "confidence": round(finding.confidence, 1),
-        "evidence": {name: float(f"{value:.4g}") for name, value in finding.evidence.items()},
-    }
 
 
 def _work_before_dispatch(blocks: Blocks, num_layers: int) -> float:
@@ -256,37 +268,10 @@ def _describe_blocks(blocks: Blocks) -> Report:
         "waits_us": {p.name.lower(): (1e6 * waits[:, p]).round(1).tolist() for p in Phase},
         "first_us": {p.name.lower(): (1e6 * firsts[:, p]).round(1).tolist() for p in Phase},
         "rows": rows.round(1).tolist(),
+        "own_beside_others": {
+            p.name.lower(): beside_others(own.T)[p].round(4).tolist() for p in Phase
+        },
     }
-
-
-def _longest_alarm(looks: Sequence[Sequence[Finding]]) -> int:
-    """Return in how many looks behind one another there was a fault: the alert waits 5 minutes."""
-    longest = now = 0
-    for found in looks:
-        now = now + 1 if any(each.kind.is_fault for each in found) else 0
-        longest = max(longest, now)
-    return longest
-
-
-def _noise_of_blocks(blocks: Blocks) -> Report:
-    """Return how work before dispatch varies, by block and rank, for simulations: in us."""
-    own = np.array([[b.own_s[Phase.DISPATCH] for b in blocks[rank]] for rank in sorted(blocks)])
-    beside = own - np.median(own, axis=0)
-    return {
-        "dispatch_us": (1e6 * own).round(1).tolist(),
-        "beside_median_rank_us": (1e6 * beside.std(axis=1)).round(1).tolist(),
-    }
-
-
-def _shown(windows: Sequence[Sequence[Finding]]) -> str:
-    texts = [
-        f"{each.kind.value} {each.rank}"
-        + (f" from {each.source}" if each.source >= 0 else "")
-        + f" x{each.ratio:.3f}"
-        for found in windows
-        for each in found
-    ]
-    return ", ".join(texts) or "nothing"
 
 
 def show(report: Report) -> None:
@@ -312,13 +297,10 @@ def show(report: Report) -> None:
             f"{row['name']:18s} {expected:26s} {after or 'never':>11} {f'{hits}/{count}':>8s} "
             f"{len(row['other_alarms']):6d}"
         )
-    print(
-        f"no fault: {quiet['steps']} steps, {quiet['seconds']:.0f} s, {quiet['windows']} windows, "
-        f"{len(quiet['alarms'])} false alarms"
-    )
+    show_quiet(quiet)
 
 
-def _parse() -> tuple[LiveOptions, Path | None]:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -341,8 +323,15 @@ def _parse() -> tuple[LiveOptions, Path | None]:
     parser.add_argument("--rows", type=float, default=0.2, help="share that is added")
     parser.add_argument("--link-us", type=float, default=20.0, help="that are added")
     parser.add_argument("--faults", default="", help="names with commas, or none (default: all)")
+    parser.add_argument(
+        "--level", action="store_true", help="slow ranks down to the slowest before all of that"
+    )
     parser.add_argument("--json", type=Path, help="where the report is written")
-    arguments = parser.parse_args()
+    return parser
+
+
+def _parse() -> tuple[LiveOptions, Path | None]:
+    arguments = _parser().parse_args()
     faults = faults_of(
         attention=arguments.attention, rows=arguments.rows, link_s=1e-6 * arguments.link_us
     )
@@ -374,6 +363,7 @@ def _parse() -> tuple[LiveOptions, Path | None]:
         quiet_s=arguments.quiet,
         windows=arguments.windows,
         usual_steps=arguments.usual_steps,
+        level=arguments.level,
         faults=tuple(fault for fault in faults if not names or fault.name in names),
     )
     return options, arguments.json

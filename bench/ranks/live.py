@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from bench.engine.requests import RunningRequests
 from bench.engine.session import Session, close_session, open_session
 from bench.engine.steps import BenchSteps, LoopPlace, measure_steps
 from bench.engine.timing import StepTimes
+from bench.ranks.judged import Blocks, JudgedBlocks
 from engine.boot.warm_up import products
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
@@ -29,13 +30,10 @@ from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.wait_recorder import WaitRecorder
 from engine.request import ScheduledRequest
-from runtime.rank_judge import MOST_BLOCKS, RankJudge
-from runtime.rank_waits import BLOCKS_OF_WINDOW, Phase, RankBlock, window_of
+from runtime.rank_waits import Phase, RankBlock
 from runtime.slow_ranks import Finding
 from worker.engine_options import engine_options
 from worker.step_driver import steps_ahead
-
-Blocks = Mapping[int, Sequence[RankBlock]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,26 +59,7 @@ class Stretch:
         Args:
             usual: blocks without a fault, that ran before: the router has seen such, too.
         """
-        judge = RankJudge()
-        num_usual = max(map(len, usual.values()))
-        blocks = {
-            rank: [
-                dataclasses.replace(block, number=number)
-                for number, block in enumerate((*usual[rank], *of_rank))
-            ]
-            for rank, of_rank in self.blocks.items()
-        }
-        num_blocks = max(map(len, blocks.values()))
-        found = []
-        before = range(BLOCKS_OF_WINDOW, num_usual + 1, BLOCKS_OF_WINDOW)
-        for end in (*before, *range(num_usual + BLOCKS_OF_WINDOW, num_blocks + 1)):
-            part = {rank: of_rank[:end] for rank, of_rank in blocks.items()}
-            window = window_of(part, len(part), most=MOST_BLOCKS)
-            assert window is not None
-            findings = judge.look(window)
-            if end > num_usual:
-                found.append(findings)
-        return found
+        return JudgedBlocks(usual).hear(self.blocks)
 
 
 class LiveRank:

@@ -97,7 +97,9 @@ def _sums_of(shape: NvlinkShape, rank: int) -> tuple[int, ...]:
 class DetouredExchange(TritonExchange):
     """See the module."""
 
-    def __init__(self, window: Window, target: int, seconds: float, num_layers: int) -> None:
+    def __init__(
+        self, window: Window[NvlinkShape], target: int, seconds: float, num_layers: int
+    ) -> None:
         """Send by a detour.
 
         Args:

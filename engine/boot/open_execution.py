@@ -7,7 +7,7 @@ is in the constants here (of dispatchers: in `choose_dispatcher`), and is decide
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from engine.model.spec import CommonConfig
 from engine.operations import do_nothing
 from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
 from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts
+from engine.parallel.choose_tp_exchange import OpenGroup, choose_tp_exchange
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.short_rows import most_masked_tokens
@@ -95,6 +96,8 @@ def open_execution(
     """
     opened: OpenDispatcher | None = None
     device, max_masked = streams.device, 0
+    exchange = _open_exchange(options, config, groups, device)
+    groups = replace(groups, tp_group=exchange.group)
     if config.experts is None:
         _refuse_masked(options, "the model has no experts")
     else:
@@ -106,7 +109,6 @@ def open_execution(
             num_physical_experts=num_physical_experts,
             scatter_tokens=options.steps.scatter_tokens,
             waits=waits,
-            records_costs=_records_costs(options),
         )
         opened, max_masked = _open(options, experts, played_ranks)
     dispatcher = None if opened is None else opened.dispatcher
@@ -115,15 +117,32 @@ def open_execution(
             execution = _of_chunks(chunks, streams, groups.dims)
         case TokenSteps() as tokens:
             execution = _of_tokens(tokens, streams, max(groups.dims.dp, played_ranks))
-    execution = replace(execution, dispatcher=dispatcher, max_masked_tokens=max_masked)
-    close = do_nothing if opened is None else partial(_close_on, device, opened)
-    return OpenExecution(execution=execution, close=close)
+    execution = replace(
+        execution,
+        dispatcher=dispatcher,
+        max_masked_tokens=max_masked,
+        tp_group=exchange.group,
+    )
+    closing = [exchange.close] if opened is None else [exchange.close, opened.close]
+    return OpenExecution(execution=execution, close=partial(_close_on, device, closing))
 
 
-def _records_costs(options: EngineOptions) -> bool:
-    """Whether DeepEP is to count waits: where asked for by name, as it is not measured yet."""
+def _open_exchange(
+    options: EngineOptions, config: CommonConfig, groups: ProcessGroups, device: torch.device
+) -> OpenGroup:
+    """Return the ranks that share heads, with what they send rows by."""
     steps = options.steps
-    return isinstance(steps, TokenSteps) and steps.record_waits is Switch.ON
+    if not isinstance(steps, ChunkSteps):
+        return OpenGroup(group=groups.tp_group)
+    return choose_tp_exchange(
+        groups.tp_group,
+        steps.tp_exchange,
+        device=device,
+        max_tokens=options.max_rows,
+        hidden_size=config.hidden_size,
+        is_scattered=steps.scatter_tokens,
+        overlaps=overlap_of(steps, groups.dims) is not None,
+    )
 
 
 def _open(
@@ -135,9 +154,10 @@ def _open(
     return open_dispatcher(options, experts, played_ranks=played_ranks), max_masked
 
 
-def _close_on(device: torch.device, opened: OpenDispatcher) -> None:
+def _close_on(device: torch.device, closing: Sequence[Callable[[], None]]) -> None:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        opened.close()
+        for close in closing:
+            close()
 
 
 def overlap_of(steps: ChunkSteps, dims: ParallelDims) -> OverlapRule | None:

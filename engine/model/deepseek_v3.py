@@ -155,13 +155,14 @@ class DeepseekV3ForCausalLM(nn.Module):
             ConfigError: only some routed experts are quantised.
         """
         config, dims, scatter = self.config, self.groups.dims, execution.scatter_tokens
+        tp_group = execution.tp_group or self.groups.tp_group
         number_format = self.kernels.formats.of(config)
         if number_format.is_quantized:
             experts_are_quantized(config, with_mtp=self.with_mtp)  # all of them or none
         return LayerContext(
             dtype=self.dtype,
             device=self.device,
-            groups=self.groups,
+            groups=replace(self.groups, tp_group=tp_group),
             kernels=self.kernels,
             number_format=number_format,
             unquantized=ModulePatterns(config.unquantized_modules),

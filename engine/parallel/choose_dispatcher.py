@@ -66,7 +66,6 @@ class RankExperts:
         scatter_tokens: whether each tp rank has its own rows of a step.
         max_masked_tokens: most tokens of a step whose rows are laid out masked; 0 for none.
         waits: records who waits for whom; None for nobody.
-        records_costs: whether it does so by what DeepEP counts, too.
     """
 
     config: DeepseekV3Config
@@ -77,7 +76,6 @@ class RankExperts:
     scatter_tokens: bool = False
     max_masked_tokens: int = 0
     waits: WaitRecorder | None = None
-    records_costs: bool = False
 
     @property
     def num_slots(self) -> int:
@@ -288,7 +286,7 @@ def _open_deep_ep(
     top_k = config.num_experts_per_tok
     if not _takes(kind, lambda: shape.check_library(top_k)):
         return None
-    waits = experts.waits if experts.records_costs else None
+    waits = experts.waits
     buffer = deep_ep.open_low_latency_buffer(group, shape, top_k=top_k, records=waits is not None)
     if waits is not None:
         waits.device = buffer.costs

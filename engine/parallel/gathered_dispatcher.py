@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.formats.expert_rows import Rows
 from engine.formats.fp8_rows import Activation
 from engine.parallel.groups import RankGroup
-from engine.parallel.pending import Deferred, Pending, Then
+from engine.parallel.pending import Deferred, Pending
 from engine.parallel.row_formats import Plan, RowFormat
 
 
@@ -49,8 +49,7 @@ class GatheredDispatcher(Generic[Plan]):
     ) -> Pending[Tensor]:
         """Sum per token, then over the ranks; see `TokenDispatcher`."""
         summed_PD = self._format.unpermute(expert_out_MD, handle, None)
-        reducing = self._group.start_reduce_scatter(summed_PD)
-        return reducing if own is None else Then(reducing, lambda sum_TD: sum_TD.add_(own.wait()))
+        return self._group.start_reduce_scatter(summed_PD, own)
 
 
 def pack_routing(topk_ids_TK: Tensor, topk_weights_TK: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ import secrets
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from engine.kernels.fused.dependent import break_chain
 from engine.parallel.dims import ParallelDims
-from engine.parallel.pending import Pending, Ready
+from engine.parallel.pending import Pending, Ready, Then
 from runtime.errors import PeerLostError
 from runtime.net import is_loopback
 
@@ -52,18 +52,59 @@ class _Launched:
         return self.result
 
 
+class PeerSums(Protocol):
+    """Another way to sum rows over the ranks of a group than the library's, open on all of them."""
+
+    def takes(self, partial_PD: Tensor) -> bool:
+        """Return whether it sums such rows: the same on all ranks."""
+        ...
+
+    def start(self, partial_PD: Tensor, own: Pending[Tensor] | None = None) -> Pending[Tensor]:
+        """See `RankGroup.start_reduce_scatter`; not for two sums in flight."""
+        ...
+
+
+class PeerGathers(Protocol):
+    """Another way to gather rows than the library's, open on all ranks of a group."""
+
+    def takes(self, rows_tX: Tensor) -> bool:
+        """Return whether it gathers such rows now: the same on all ranks."""
+        ...
+
+    def start(self, rows_tX: Tensor) -> Pending[Tensor]:
+        """See `RankGroup.start_all_gather`; the result is read before the next sum is sent."""
+        ...
+
+    def met(self) -> None:
+        """Hear that all ranks have read what was gathered: their next sums have come."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """One axis: `size` ranks of which this is number `rank`. Collectives must be called by all."""
+    """One axis: `size` ranks of which this is number `rank`. Collectives must be called by all.
+
+    Attributes:
+        rank: of this process.
+        size: ranks.
+        sums: reduce-scatters what it takes; None for the library alone.
+        gathers: gathers what it takes, beside `sums`; None for the library alone.
+    """
 
     rank: int = 0
     size: int = 1
+    sums: PeerSums | None = None
+    gathers: PeerGathers | None = None
     _group: dist.ProcessGroup | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The library's group, for libraries that want it; None where there is one rank."""
         return self._group
+
+    def exchanging_by(self, sums: PeerSums, gathers: PeerGathers) -> "RankGroup":
+        """Return the same ranks, which sum and gather by these what they take."""
+        return replace(self, sums=sums, gathers=gathers)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks, in place, of a tensor of equal shape on all of them."""
@@ -82,9 +123,19 @@ class RankGroup:
         return self.start_all_gather(tensor).wait()
 
     def start_all_gather(self, tensor: Tensor) -> Pending[Tensor]:
-        """Start to concatenate the ranks' tensors of equal shape along dimension 0."""
+        """Start to concatenate the ranks' tensors of equal shape along dimension 0.
+
+        Where `gathers` are open the result is to be read before the next sum is sent.
+        """
         if self.size == 1:
             return Ready(tensor)
+        if self.gathers is None:
+            return self._start_library_all_gather(tensor)
+        if self.gathers.takes(tensor):
+            return self.gathers.start(tensor)
+        return Then(self._start_library_all_gather(tensor), self._meet)
+
+    def _start_library_all_gather(self, tensor: Tensor) -> Pending[Tensor]:
         source = tensor.contiguous()
         gathered = source.new_empty((self.size * source.shape[0], *source.shape[1:]))
         options = AllgatherOptions()
@@ -93,8 +144,30 @@ class RankGroup:
             work = getattr(self._group, _ALL_GATHER)(gathered, source, options)
         return _Launched("all_gather", work, gathered, source)
 
-    def start_reduce_scatter(self, tensor: Tensor) -> Pending[Tensor]:
-        """Start to sum [T, ...] over the ranks; each gets its T / size rows, in rank order."""
+    def start_reduce_scatter(
+        self, tensor: Tensor, own: Pending[Tensor] | None = None
+    ) -> Pending[Tensor]:
+        """Start to sum [T, ...] over the ranks; each gets its T / size rows, in rank order.
+
+        Args:
+            tensor: of equal shape on all ranks.
+            own: [T / size, ...], added to this rank's rows.
+        """
+        if self.sums is not None and self.sums.takes(tensor):
+            summing = self.sums.start(tensor, own)
+        else:
+            summing = self._start_library_reduce_scatter(tensor)
+            if own is not None:
+                summing = Then(summing, lambda total: total.add_(own.wait()))
+        return summing if self.gathers is None else Then(summing, self._meet)
+
+    def _meet(self, received: Tensor) -> Tensor:
+        """Say that every rank has come to what was received here."""
+        assert self.gathers is not None
+        self.gathers.met()
+        return received
+
+    def _start_library_reduce_scatter(self, tensor: Tensor) -> Pending[Tensor]:
         if self.size == 1:
             return Ready(tensor)
         assert tensor.shape[0] % self.size == 0, tensor.shape

@@ -77,6 +77,10 @@ class PrefillSection:
     dependent_launches: str = "auto"
     """In captured steps of suffixes, bring a kernel onto the GPU while the one before it runs:
     "on", "off", or "auto" (on: see ``engine.boot.open_execution``)."""
+    tp_exchange: str = "auto"
+    """How ranks that each keep a share of the hidden states send one another rows and sums:
+    "nvlink" (stores into one another's memory, on one host), "collectives" (NCCL, or gloo on a
+    CPU), or "auto" (the first of them that runs here)."""
     step_timeout_s: float = 30.0
     """A step of up to 4096 tokens that takes longer ends the worker, larger ones have as much more;
     0: no limit."""
@@ -169,3 +173,12 @@ class PrefillSection:
         if self.scatter_tokens == "on" and not self.is_scattered:
             fix = '"auto", or prefill.tp above 1 with prefill.expert_parallel'
             raise ConfigError(path, "on", problem, fix)
+        path, asked = "prefill.tp_exchange", self.tp_exchange
+        one_of(path, asked, ("auto", "nvlink", "collectives"))
+        if asked == "nvlink" and not self.is_scattered:
+            problem = "no rank keeps a share of the hidden states"
+            fix = '"auto", or prefill.tp above 1 with prefill.expert_parallel'
+            raise ConfigError(path, asked, problem, fix)
+        if asked == "nvlink" and self.two_batch_overlap == "on":
+            problem = "two micro-batches would have two transfers in flight"
+            raise ConfigError(path, asked, problem, '"auto", or prefill.two_batch_overlap = "off"')

@@ -264,3 +264,20 @@ def test_neither_way_makes_the_host_wait() -> None:
     assert copies.is_done
     for array, host in zip(arrays, hosts, strict=True):
         np.testing.assert_array_equal(host.numpy(), array + 1)
+
+
+@pytest.mark.gpu
+def test_results_behind_a_wake_up_are_waited_for() -> None:
+    device = torch.device("cuda")
+    copies, matrix = HostCopies(device), torch.randn(4096, 4096, device=device)
+    early = copies.add(matrix[:1])
+    copies.nearly_there()
+    product = matrix
+    for _ in range(20):  # some milliseconds
+        product = torch.nn.functional.normalize(product @ matrix, dim=0)
+    late = copies.add(product[:1])
+    copies.close()
+    copies.wait()
+    assert copies.is_done
+    assert torch.equal(late, product[:1].cpu())
+    assert torch.equal(early, matrix[:1].cpu())

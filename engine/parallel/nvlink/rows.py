@@ -205,7 +205,9 @@ def _receive_rows(
                 tl.store(target, scale, mask=(groups < GROUPS) & (one >= 0))
 
 
-def send_rows(window: Window, rows: Fp8Rows, ids_TK: Tensor, weights_TK: Tensor) -> None:
+def send_rows(
+    window: Window[NvlinkShape], rows: Fp8Rows, ids_TK: Tensor, weights_TK: Tensor
+) -> None:
     """Write the tokens into the peers' buffers.
 
     Args:
@@ -254,7 +256,7 @@ def send_rows(window: Window, rows: Fp8Rows, ids_TK: Tensor, weights_TK: Tensor)
     )
 
 
-def receive_rows(window: Window, expected_rows: int) -> ReceivedRows:
+def receive_rows(window: Window[NvlinkShape], expected_rows: int) -> ReceivedRows:
     """Wait for all ranks' tokens, and place them at their experts.
 
     Args:

@@ -103,19 +103,19 @@ class NvlinkShape:
     @property
     def routes(self) -> int:
         """Bytes before the routes in a half; the tallies are its beginning."""
-        return _round_up(4 * self.num_ranks * (self.num_local_experts + 1))
+        return round_up(4 * self.num_ranks * (self.num_local_experts + 1))
 
     @property
     def rows(self) -> int:
         """Bytes before the rows in a half."""
-        return self.routes + _round_up(8 * self.top_k * self.num_slots)
+        return self.routes + round_up(8 * self.top_k * self.num_slots)
 
     @property
     def half_bytes(self) -> int:
         """Of one half."""
         dispatched = self.rows + self.num_slots * self.row_bytes
         combined = self.num_slots * 2 * self.hidden_size
-        return _round_up(max(dispatched, combined))
+        return round_up(max(dispatched, combined))
 
     @property
     def buffer_bytes(self) -> int:
@@ -135,5 +135,6 @@ class NvlinkShape:
         return guess_rows(self.num_ranks * num_tokens, self.top_k, self.num_experts)
 
 
-def _round_up(num_bytes: int) -> int:
+def round_up(num_bytes: int) -> int:
+    """Return the bytes of a part of a buffer: whole lines."""
     return -(-num_bytes // LINE) * LINE

@@ -12,7 +12,7 @@ from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.parallel.nvlink.buffer import ReceivedRows
 from engine.parallel.nvlink.records import COMBINE
-from engine.parallel.nvlink.shape import LINE, UNITS
+from engine.parallel.nvlink.shape import LINE, UNITS, NvlinkShape
 from engine.parallel.nvlink.signals import await_all, record_of, signal
 from engine.parallel.nvlink.window import Window
 
@@ -102,7 +102,7 @@ def _receive_sums(
         tl.store(state, number)
 
 
-def send_sums(window: Window, out_LMD: Tensor, received: ReceivedRows) -> None:
+def send_sums(window: Window[NvlinkShape], out_LMD: Tensor, received: ReceivedRows) -> None:
     """Write each token's sum over this rank's experts, weighted, into its owner's buffer.
 
     Args:
@@ -140,7 +140,7 @@ def send_sums(window: Window, out_LMD: Tensor, received: ReceivedRows) -> None:
     )
 
 
-def receive_sums(window: Window, ids_TK: Tensor, own_TD: Tensor | None) -> Tensor:
+def receive_sums(window: Window[NvlinkShape], ids_TK: Tensor, own_TD: Tensor | None) -> Tensor:
     """Wait for all ranks' sums, and add them up in float32, with `own_TD`.
 
     Args:

@@ -6,13 +6,14 @@ from engine.formats.fp8_rows import Fp8Rows
 from engine.parallel.nvlink import rows as row_kernels
 from engine.parallel.nvlink import sums as sum_kernels
 from engine.parallel.nvlink.buffer import ReceivedRows
+from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import Window
 
 
 class TritonExchange:
     """An `Exchange`; launches go to the current stream."""
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Window[NvlinkShape]) -> None:
         self.window = window
 
     def send_rows(self, rows: Fp8Rows, ids_TK: Tensor, weights_TK: Tensor) -> None:

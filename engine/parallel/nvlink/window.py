@@ -2,20 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.parallel.nvlink.records import make_ring
-from engine.parallel.nvlink.shape import NvlinkShape
 
 WAIT_SECONDS: Final = 120
 """Longer than any rank compiles."""
 
 
+class Shape(Protocol):
+    """The sizes of an exchange, of whatever kind."""
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        ...
+
+
+ShapeT = TypeVar("ShapeT", bound=Shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class Window(Generic[ShapeT]):
     """One rank's view.
 
     Attributes:
@@ -27,7 +38,7 @@ class Window:
         ring: where transfers are recorded, see `records`; None if they are not.
     """
 
-    shape: NvlinkShape
+    shape: ShapeT
     rank: int
     bases: Tensor
     state: Tensor
@@ -47,14 +58,14 @@ class Window:
     @classmethod
     def open(
         cls,
-        shape: NvlinkShape,
+        shape: ShapeT,
         rank: int,
         addresses: Sequence[int],
         device: torch.device,
         *,
         wait_seconds: int = WAIT_SECONDS,
         records: bool = False,
-    ) -> "Window":
+    ) -> "Window[ShapeT]":
         """Begin at transfer 1, over buffers whose counters are zero on all ranks."""
         return cls(
             shape=shape,

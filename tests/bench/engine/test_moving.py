@@ -96,7 +96,7 @@ def test_text_is_that_of_experts_that_stand(tmp_path: Path) -> None:
     moves, text = moving["experts"]["moves"], moving["text"]
     assert moves["rounds"] == moves["epoch"] > 0
     assert moves["experts"] >= moves["rounds"]
-    assert moves["bytes_between_ranks"] > 0
+    assert moves["bytes_received"] > 0
     assert (moves["retreats"], moves["problem"]) == (0, "")
     assert moving["experts"]["after"]["balancedness"] > moving["experts"]["before"]["balancedness"]
     assert moving["step_tail_ms"]["flip"]["count"] > 0

@@ -87,6 +87,28 @@ def test_ranks_with_their_own_tokens_as_a_proxy(tmp_path: Path) -> None:
     assert report["tokens_per_batch"] == 128
 
 
+@pytest.mark.slow
+def test_ranks_play_the_busiest_of_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two that are two of four, where a plan has placed experts and their spares."""
+    report = measure(
+        tmp_path, "--dp", "2", "--shard-of", "4", "--routing", "skewed", "--play-ranks", "planned",
+        "--set", "prefill.num_redundant_experts=8", "--layers", "2", "--ttft", "off",
+    )  # fmt: skip
+    assert "the busiest of 4 ranks among those played, experts moved by a plan" in report["label"]
+    played = report["played"]
+    assert (played["whole_ranks"], played["whole_redundant_experts"]) == (4, 16)
+    assert all(len(set(ranks)) == 2 for ranks in played["ranks"])
+    assert played["received_over_mean"][0] == pytest.approx(
+        played["whole_busiest_over_mean"], rel=0.02
+    )
+    assert sum(played["received_over_mean"]) == pytest.approx(2.0)
+    assert played["modelled_experts_ms_of_h200"] > 0
+    gemms = [row["ms"] for row in report["profile"]["stages"] if row["stage"] == "grouped_mlp"]
+    assert report["experts_ms"]["gemms"] == pytest.approx(sum(gemms))
+    assert report["experts_ms"]["rows"] > 0
+    assert "rank 0 gets" in capsys.readouterr().err
+
+
 def test_a_rank_alone_in_two_micro_batches_is_refused_as_in_a_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

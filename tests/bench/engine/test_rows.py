@@ -9,6 +9,7 @@ import pytest
 from bench.engine import rank_model, rows
 from bench.engine.command import parse_row
 from bench.engine.options import DecodeOptions, PrefillOptions
+from bench.engine.plays import Plays
 from bench.engine.rows import launch_rows, read_rows
 from deploy.cli import main
 from engine.parallel.dims import ParallelDims
@@ -113,7 +114,7 @@ def test_a_line_comes_after_each_row_and_the_model_is_kept(
     assert len(built) == 2, "one of decode, one of prefill"
 
 
-OF_PREFILL = {"short-suffix-four-gpus"}
+OF_PREFILL = {"short-suffix-four-gpus", "experts-prefill-four-gpus"}
 OF_ONE_ROLE = OF_PREFILL | {"experts-host-memory-four-gpus"}
 
 
@@ -170,3 +171,18 @@ def test_prompts_are_compared_with_graphs_and_without() -> None:
         lengths[one.section.cuda_graphs].add((one.prompt_len, one.cached_len))
     assert lengths["off"] == lengths["auto"]
     assert any(one.drafts for one in prompts)
+
+
+def test_a_skew_is_played_with_experts_in_order_and_placed_with_and_without_spares() -> None:
+    found = [
+        row.options for row in read_rows(ROWS / "experts-prefill-four-gpus.txt", [], parse_row)
+    ]
+    prompts = [options for options in found if isinstance(options, PrefillOptions)]
+    assert len(prompts) == len(found)
+    kinds = {(one.setup.plays, one.section.num_redundant_experts) for one in prompts}
+    assert kinds == {
+        (Plays.IN_ORDER, 0), (Plays.RECORDED, 0), (Plays.PLANNED, 0), (Plays.RECORDED, 16),
+        (Plays.PLANNED, 16),
+    }  # fmt: skip
+    sizes = {(one.setup.layers, one.prompt_len, one.batch_tokens) for one in prompts}
+    assert len(sizes) == 1, "they are compared"

@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from bench.ranks.faults import faults_of, skewed, sleeper
+from bench.ranks.faults import captured_fault, faults_of, skewed, sleeper
 from bench.ranks.live import _block_of, _numbers_of
 from runtime.rank_waits import RankBlock
 from runtime.slow_ranks import SlowKind
@@ -53,6 +55,24 @@ def test_only_the_host_of_the_fault_sleeps_and_only_every_so_often(
         for _ in range(2 * pauses.every):
             between()
     assert slept == [0.01 * pauses.sleep] * 2
+
+
+def test_a_fault_comes_on_top_of_what_makes_ranks_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr("bench.ranks.faults.time.sleep", calls.append)
+    fault = faults_of(attention=0.05, rows=0.2, link_s=2e-5)[0]
+    for rank, expected in ((1, ["levelled", 0.05 * 0.004]), (0, ["levelled"])):
+        routing = SimpleNamespace(before=lambda: calls.append("levelled"))
+        levelled = routing.before
+        place = SimpleNamespace(rank=rank)
+        session: Any = SimpleNamespace(
+            rank=SimpleNamespace(place=place, routing=routing), device=torch.device("cpu")
+        )
+        with captured_fault(fault, session, 0.004):
+            routing.before()
+        assert calls == expected
+        assert routing.before is levelled
+        calls.clear()
 
 
 def test_blocks_travel_as_numbers() -> None:

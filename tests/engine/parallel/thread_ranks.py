@@ -67,7 +67,7 @@ class Meetings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadGroup(RankGroup):
-    """One axis of ranks that are threads; what dispatchers of fixed shapes call."""
+    """One axis of ranks that are threads; their meetings are the library's collectives."""
 
     meetings: Meetings = field(default_factory=lambda: Meetings(1))
 
@@ -75,7 +75,7 @@ class ThreadGroup(RankGroup):
         parts = self.meetings.exchange("group", self.rank, f"gather {tensor.shape}", tensor.clone())
         return torch.cat(parts)
 
-    def start_all_gather(self, x: Tensor) -> Pending[Tensor]:
+    def _start_library_all_gather(self, x: Tensor) -> Pending[Tensor]:
         number = self.meetings.leave("group", self.rank, f"gather {x.shape}", x.clone())
         return Deferred(lambda: torch.cat(self.meetings.collect("group", number)))
 
@@ -105,7 +105,7 @@ class ThreadGroup(RankGroup):
 
         return Deferred(collect)
 
-    def start_reduce_scatter(self, x_TD: Tensor) -> Pending[Tensor]:
+    def _start_library_reduce_scatter(self, x_TD: Tensor) -> Pending[Tensor]:
         assert x_TD.shape[0] % self.size == 0
         parts = x_TD.clone().tensor_split(self.size)
         number = self.meetings.leave("group", self.rank, f"scatter {x_TD.shape}", parts)

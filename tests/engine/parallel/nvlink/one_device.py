@@ -8,7 +8,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,10 +37,24 @@ class Tokens:
     own: Tensor | None = None
 
 
-class OneDevice:
-    """All ranks of a shape; buffers are poisoned, but for the counters."""
+class BufferShape(Protocol):
+    """Sizes of an exchange, of whatever kind."""
 
-    def __init__(self, shape: NvlinkShape, *, records: bool = False) -> None:
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def halves(self) -> int: ...
+    @property
+    def buffer_bytes(self) -> int: ...
+
+
+ShapeT = TypeVar("ShapeT", bound=BufferShape)
+
+
+class Poisoned(Generic[ShapeT]):
+    """The windows of all ranks of a shape; buffers are poisoned, but for the counters."""
+
+    def __init__(self, shape: ShapeT, *, records: bool = False) -> None:
         self.shape = shape
         self.buffers = [
             torch.full((shape.buffer_bytes,), 0xFF, dtype=torch.uint8, device=DEVICE)
@@ -53,6 +67,10 @@ class OneDevice:
             Window.open(shape, rank, addresses, DEVICE, records=records)
             for rank in range(shape.num_ranks)
         ]
+
+
+class OneDevice(Poisoned[NvlinkShape]):
+    """All ranks of an exchange of tokens."""
 
     def dispatch(self, tokens: Sequence[Tokens]) -> list[Any]:
         """Send from all ranks, then receive on all, the last first; poison what was read."""

@@ -14,6 +14,8 @@ import torch
 
 from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.triton_gemm.limits import HOPPER
+from engine.parallel.nvlink.all_gather import GatherShape, Lane
+from engine.parallel.nvlink.reduce_scatter import ReduceShape
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import Window
 from tests.engine.elsewhere import compiling_only
@@ -57,6 +59,47 @@ def test_kernels(
     )
     sums.receive_sums(window, ids, torch.zeros(4, 7168, dtype=torch.bfloat16))
     assert len(compiled) == 4
+    check_order(compiled, records=records)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_rows"), [(8, 2048), (4, 16), (2, 4096)])
+def test_sums(num_ranks: int, num_rows: int, compiled: list[tuple[str, Any]]) -> None:
+    module = importlib.import_module("engine.parallel.nvlink.share_kernels")
+    shape = ReduceShape(num_ranks=num_ranks, max_rows=num_rows, hidden_size=7168)
+    sums = module.TritonSums(Window.open(shape, 0, [0] * num_ranks, CPU))
+    part = torch.empty(num_ranks * num_rows, 7168, dtype=torch.bfloat16)
+    sums.send(part)
+    sums.receive(part, torch.zeros(num_rows, 7168, dtype=torch.bfloat16))
+    sums.receive(part, None)
+    assert len(compiled) == 3
+    check_order(compiled, records=False)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_rows"), [(8, 2048), (4, 16), (2, 4096)])
+def test_gathers(num_ranks: int, num_rows: int, compiled: list[tuple[str, Any]]) -> None:
+    module = importlib.import_module("engine.parallel.nvlink.share_kernels")
+    shape = GatherShape(num_ranks=num_ranks, max_rows=num_rows, row_bytes=4224)
+    window = Window.open(shape, 0, [0] * num_ranks, CPU)
+    buffer = torch.empty(shape.buffer_bytes, dtype=torch.uint8)
+    lane = module.TritonLane(window, Lane(counters=0, first=shape.halves), buffer)
+    rows = torch.zeros(num_rows, 2112, dtype=torch.bfloat16)
+    lane.send(rows)
+    gathered = lane.receive(rows)
+    assert gathered.shape == (num_ranks * num_rows, 2112)
+    assert gathered.data_ptr() == buffer.data_ptr() + shape.halves
+    (_, sending), (_, waiting) = compiled
+    ptx = sending.asm["ptx"]
+    assert ptx.count("st.global.v4.b32") % num_ranks == 0
+    assert "st.global.v4.b32" in ptx
+    assert "ld.global.v4.b32" in ptx
+    signals = [match.start() for match in re.finditer(r"atom\.global\.sys\.release\.add", ptx)]
+    assert len(signals) == num_ranks
+    assert ptx.rindex("st.global.v4") < ptx.rindex("bar.sync", 0, signals[0]) < signals[0]
+    assert "ld.acquire.sys.global" in waiting.asm["ptx"]
+
+
+def check_order(compiled: list[tuple[str, Any]], *, records: bool) -> None:
+    """Look at what the order of stores, signals, waits and loads has become."""
     for name, kernel in compiled:
         ptx: str = kernel.asm["ptx"]
         assert "st.global.v4.b32" in ptx, name
