@@ -1,7 +1,7 @@
-"""Whether a cluster has drafts, where its file leaves that open ("auto"): decided before a start.
+"""Whether a cluster has drafts, where its file leaves that open: decided before a start.
 
-The checkpoint decides (`worker.auto_drafts`), and the memory of a decode rank where
-``decode.device_memory_gib`` tells it: "auto" never refuses what would run without drafts.
+File and checkpoint decide (`worker.auto_drafts`), and the memory of a decode rank where
+``decode.device_memory_gib`` tells it: "default" and "auto" never refuse what runs without drafts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ logger = get_logger(__name__)
 
 
 def with_drafts_decided(config: ClusterConfig) -> ClusterConfig:
-    """``config``, whose model is known, with none instead of "auto" where there can be none.
+    """``config``, whose model is known, with drafts decided: see `decide_drafts`.
 
-    Says so in one line of the log. A checkpoint that cannot be read is not looked at: whoever
-    starts something checks it.
+    Says in one line of the log why there are none where that was left open. A checkpoint that
+    cannot be read is not looked at: whoever starts something checks it.
     """
-    if config.decode.num_speculative_tokens != "auto":
+    if not config.decode.leaves_drafts_open:
         return config
     try:
         model = read_config(config.model.path)
@@ -36,18 +36,22 @@ def with_drafts_decided(config: ClusterConfig) -> ClusterConfig:
 
 
 def decide_drafts(config: ClusterConfig, model: CommonConfig) -> tuple[ClusterConfig, str]:
-    """Return ``config`` without drafts where "auto" cannot have any, and why; else as it is, "".
+    """Return ``config`` with drafts decided, and why there are none where that was left open.
+
+    "default" becomes a number; "auto" stays, and means some, or becomes 0.
 
     Args:
         config: with the model's compute type known, or given.
         model: that it serves.
     """
-    config, why = with_possible_drafts(config, model)
-    if why or config.decode.num_speculative_tokens != "auto":
-        return config, why
-    problem = _memory_problem(config, model)
+    if not config.decode.leaves_drafts_open:
+        return config, ""
+    some, why = with_possible_drafts(config, model)
+    if why:
+        return some, why
+    problem = _memory_problem(some, model)
     if problem is None or _memory_problem(without_drafts(config), model) is not None:
-        return config, ""  # what does not fit without them either is refused as it was asked for
+        return some, ""  # what does not fit without them either is refused as it was asked for
     return without_drafts(config), f"with them {problem.path}: {problem.problem}"
 
 

@@ -228,6 +228,23 @@ class EngineOptions:
         """Whether to try to capture steps."""
         return self.device == "cuda" and self.steps.cuda_graphs is not Switch.OFF
 
+    def check_rows(self) -> None:
+        """Refuse more rows of a step than ranks on GPUs make room for on the way to experts.
+
+        Raises:
+            ConfigError: a step may have more.
+        """
+        assert isinstance(self.steps, TokenSteps), self.steps
+        most = self.steps.max_tokens_per_rank
+        if self.max_rows <= most:
+            return
+        each = self.max_rows // self.max_num_seqs
+        problem = f"{self.named('max_tokens_per_rank')} is {most}"
+        if each > 1:
+            problem += f", and with its drafts a request brings {each} tokens to a step"
+        path, fitting = self.named("max_num_seqs"), max(most // each, 1)
+        raise ConfigError(path, self.max_num_seqs, problem, f"{fitting} or less")
+
     def named(self, field: str) -> str:
         """Return how whoever asked for this engine calls a field of it, for errors."""
         return f"{self.prefix}{field}"

@@ -93,7 +93,7 @@ def recorded_load(config: ClusterConfig, role: str) -> RecordedLoad | None:
 def _or_auto(asked: int | str) -> int | Literal[Switch.AUTO]:
     if isinstance(asked, int):
         return asked
-    assert asked == Switch.AUTO, asked  # the section has checked it
+    assert asked == Switch.AUTO, asked  # checked by the section, or decided by worker.auto_drafts
     return Switch.AUTO
 
 

@@ -245,6 +245,7 @@ class PairOptions:
             max_num_reserved=4 * in_flight,
             kv_dtype=self.kv_dtype,
             cuda_graphs=self.cuda_graphs,
+            num_speculative_tokens=0,  # its figures are of steps of a token
             step_timeout_s=0.0,
         )
 

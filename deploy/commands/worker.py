@@ -94,8 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     configure_logging(arguments.instance)
     config = with_model(load_config(arguments.config))
-    if config.decode.num_speculative_tokens == "auto":
-        from deploy.drafts import with_drafts_decided  # loads what models are made of
+    if config.decode.leaves_drafts_open and config.decode.device_memory_gib:
+        # Of memory ranks do not know; the rest they decide alike. Loads what models are made of.
+        from deploy.drafts import with_drafts_decided
 
         config = with_drafts_decided(config)
     place, health = _place_of(arguments, config)

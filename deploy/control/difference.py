@@ -123,7 +123,7 @@ def _change(path: str, old: object, new: object) -> FieldChange:
         return FieldChange(field=path, old=old, new=new, effect=effect)
     fixed = _FIXED.get(path) or (_FIXED.get(section) if section not in _ROLLED else None)
     if path == _DRAFTS and 0 in (old, new):
-        fixed = _BOTH_SIDES, _SECOND
+        fixed = _BOTH_SIDES, f"{old!r}, as it runs; or {_SECOND}"
     if fixed is not None:
         problem, fix = fixed
         error = ConfigError(path, new, f"is {old!r} in the cluster that runs, and {problem}", fix)

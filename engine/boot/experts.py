@@ -166,18 +166,13 @@ def open_dispatcher(
     steps = options.steps
     if isinstance(steps, ChunkSteps):
         return choose_dispatcher(experts)
-    is_on_gpu, most = options.device != "cpu", steps.max_tokens_per_rank
+    is_on_gpu = options.device != "cpu"
     is_fixed = (is_on_gpu or played_ranks) and experts.config.num_moe_layers
-    if is_fixed and options.max_rows > most and experts.groups.dims.ep > 1:
-        each = options.max_rows // options.max_num_seqs
-        problem = f"{options.named('max_tokens_per_rank')} is {most}"
-        if each > 1:
-            problem += f", and with its drafts a request brings {each} tokens to a step"
-        path, fitting = options.named("max_num_seqs"), max(most // each, 1)
-        raise ConfigError(path, options.max_num_seqs, problem, f"{fitting} or less")
+    if is_fixed and experts.groups.dims.ep > 1:
+        options.check_rows()
     return choose_dispatcher(
         experts,
         steps.dispatcher if is_on_gpu else DispatcherKind.AUTO,
-        max_tokens_per_rank=most,
+        max_tokens_per_rank=steps.max_tokens_per_rank,
         played_ranks=played_ranks,
     )

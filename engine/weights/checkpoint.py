@@ -84,6 +84,11 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors, scales of FP8 weights included."""
+        return frozenset(self._file_of)
+
     def file_of(self, name: str) -> Path:
         """Return the file that holds a tensor."""
         return self._file_of[name]
@@ -203,17 +208,37 @@ class Checkpoint:
         return weight != name and weight in self and self.is_fp8(weight)
 
 
-def _list_files(path: Path) -> list[Path]:
+def tensor_names(path: str | Path) -> frozenset[str]:
+    """Return the names of all tensors of a checkpoint, scales of FP8 weights included.
+
+    The index is believed, where there is one, and no other file is opened.
+
+    Raises:
+        CheckpointError: no index and no or unreadable files.
+    """
+    folder = Path(path)
+    if (folder / INDEX).exists():
+        return frozenset(_read_index(folder))
+    with Checkpoint(folder) as checkpoint:
+        return checkpoint.names
+
+
+def _read_index(path: Path) -> dict[str, str]:
     index = path / INDEX
-    if not index.exists():
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError("holds no *.safetensors file", file=path)
-        return files
     try:
         weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"is not an index of safetensors: {error!r}", file=index) from error
+    return weight_map
+
+
+def _list_files(path: Path) -> list[Path]:
+    if not (path / INDEX).exists():
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise CheckpointError("holds no *.safetensors file", file=path)
+        return files
+    weight_map = _read_index(path)
     files = [path / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if not file.exists():

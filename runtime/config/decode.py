@@ -10,6 +10,8 @@ from runtime.errors import ConfigError
 
 _PLACES_PER_RUNNING = 4
 MAX_DRAFTS = 3
+DEFAULT_DRAFTS = "default"
+"""What `num_speculative_tokens` is where nothing is said of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +72,15 @@ class DecodeSection:
     host), "deep-ep", "gathered", or "auto" (by what runs, and by measurements)."""
     max_tokens_per_rank: int = 128
     """Most tokens that a GPU rank sends to experts in a step; sizes the buffers of all ranks."""
-    num_speculative_tokens: int | str = 0
+    num_speculative_tokens: int | str = DEFAULT_DRAFTS
     """Tokens that the checkpoint's layer for multi-token prediction drafts for each request and
     step, 0 to 3, which the next step verifies: the text is the same, the steps are fewer. Each
-    counts as a token of ``max_tokens_per_rank``. "auto": before every step as many as the most
-    tokens per second are expected of, none included, and as there is room for; none ever, where the
-    checkpoint has no such layer, or ``device_memory_gib`` no room for it. 0: none, and the layer is
-    not loaded. Either 0 or not in the configurations of all workers that pair."""
+    counts as a token of ``max_tokens_per_rank``. "default": 1, and none where the checkpoint has no
+    such layer, ``device_memory_gib`` or ``max_tokens_per_rank`` no room for it, or a GPU a given
+    number of blocks; the log says why. "auto": before every step as many as the most tokens per
+    second are expected of, none included, and as there is room for; none ever, where the checkpoint
+    has no such layer, or ``device_memory_gib`` no room for it. 0: none, and the layer is not
+    loaded. Either 0 or not in the configurations of all workers that pair."""
     record_waits: str = "auto"
     """Record how long the ranks of an instance wait for one another, and tell the router, which
     finds slow ranks and links: "on", "off", or "auto" (on). Of exchanges on GPUs "nvlink" is
@@ -120,7 +124,13 @@ class DecodeSection:
     @property
     def has_drafts(self) -> bool:
         """Whether steps may verify drafts: both roles load the layer that makes them."""
+        assert self.num_speculative_tokens != DEFAULT_DRAFTS, "nobody has decided on drafts"
         return self.num_speculative_tokens != 0
+
+    @property
+    def leaves_drafts_open(self) -> bool:
+        """Whether checkpoint and room decide if there are any (`worker.auto_drafts`)."""
+        return not isinstance(self.num_speculative_tokens, int)
 
     def __post_init__(self) -> None:
         check_worker("decode", self)
@@ -143,6 +153,6 @@ class DecodeSection:
         if isinstance(asked, int):
             at_least(path, asked, 0)
             at_most(path, asked, MAX_DRAFTS)
-        elif asked != "auto":
+        elif asked not in ("auto", DEFAULT_DRAFTS):
             problem = "is neither a number of drafts nor auto"
             raise ConfigError(path, asked, problem, f'"auto", or 0 to {MAX_DRAFTS}')

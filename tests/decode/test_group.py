@@ -132,6 +132,7 @@ async def run_group(folder: Path, overlap_steps: str) -> AsyncIterator[Group]:
             num_blocks=64,
             block_size=BLOCK_SIZE,
             overlap_steps=overlap_steps,
+            num_speculative_tokens=0,  # of which the fake prefill has no layer
         ),
         kv_transfer=KVTransferSection(transport="loopback"),  # which the fake prefill speaks
     )

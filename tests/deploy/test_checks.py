@@ -196,12 +196,19 @@ def test_drafts_of_a_checkpoint_that_makes_none_are_refused(tmp_path: Path) -> N
     assert refused(config).path == "decode.num_speculative_tokens"
 
 
-@pytest.mark.parametrize(("num_layers", "decided"), [(1, "auto"), (0, 0)])
-def test_auto_is_none_where_the_checkpoint_has_no_layer(
-    tmp_path: Path, num_layers: int, decided: int | str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("asked", "num_layers", "decided"),
+    [("auto", 1, "auto"), ("auto", 0, 0), ("default", 1, 1), ("default", 0, 0)],
+)
+def test_what_is_open_is_none_where_the_checkpoint_has_no_layer(
+    tmp_path: Path,
+    asked: str,
+    num_layers: int,
+    decided: int | str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And what runs without drafts is refused for nothing else."""
-    config = with_section(fake_config(tmp_path), "decode", num_speculative_tokens="auto")
+    config = with_section(fake_config(tmp_path), "decode", num_speculative_tokens=asked)
     write_model(tmp_path, num_nextn_predict_layers=num_layers)
     with caplog.at_level("INFO", logger="deploy.drafts"):
         resolved = resolve_config(config)

@@ -152,6 +152,72 @@ def test_auto_drafts_never_refuse_what_fits_without_them(
         assert f"drafts       {shown}" in capsys.readouterr().out
 
 
+def test_a_draft_by_default_never_refuses_what_fits_without(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both files give blocks, which nobody knows to leave room for the layer in prefill."""
+    for name, (num_devices, _) in FILES.items():
+        config = load(name, checkpoint)
+        assert config.decode.num_speculative_tokens == 0
+        check_config(config, num_devices=num_devices)
+    text = (H200 / "ep16.toml").read_text(encoding="utf-8")
+    text = text.replace("/models/DeepSeek-V3", str(checkpoint))
+    open_text = text.replace("num_blocks = 8192", "num_blocks = 0")
+    open_text = open_text.replace("num_blocks = 16250", "num_blocks = 0")
+    roomy = open_text.replace("max_tokens_per_rank = 128", "max_tokens_per_rank = 256")
+    # With so little of a GPU a request fits without the layer, and nothing with it.
+    tight = roomy.replace("[decode]", f"[decode]\ngpu_memory_fraction = {_tight(checkpoint)}")
+    for given, shown in (
+        (text, "none: prefill.num_blocks = 8192: whether a GPU has room"),
+        (open_text, "none: with one decode.max_num_seqs = 128"),
+        (roomy, "1"),
+        (tight, "none: with them decode."),
+    ):
+        path = tmp_path / "cluster.toml"
+        path.write_text(given, encoding="utf-8")
+        assert main(["validate", str(path), "--devices", "24"]) == 0
+        assert f"drafts       {shown}" in capsys.readouterr().out
+
+
+def _tight(checkpoint: Path) -> float:
+    """The share of a GPU that leaves just enough blocks for a request, without drafts."""
+    least, most = 0.1, 0.92
+    for _ in range(40):
+        middle = (least + most) / 2
+        config = load(
+            "ep16",
+            checkpoint,
+            num_blocks=0,
+            max_tokens_per_rank=256,
+            num_speculative_tokens=0,
+            gpu_memory_fraction=middle,
+        )
+        try:
+            plan_decode_memory(config, DEEPSEEK_V3)
+        except ConfigError:
+            least = middle
+        else:
+            most = middle
+    return most
+
+
+@pytest.mark.parametrize(
+    ("name", "with_draft"),
+    [
+        ("ep16", {"max_tokens_per_rank": 256, "num_blocks": 16200}),
+        ("ep72", {"max_num_seqs": 128}),
+        ("ep72", {"max_tokens_per_rank": 512, "num_blocks": 21200}),
+    ],
+)
+def test_what_the_files_name_for_a_draft_fits(
+    name: str, with_draft: dict[str, int], checkpoint: Path
+) -> None:
+    config = load(name, checkpoint, num_speculative_tokens=1, **with_draft)
+    check_config(config, num_devices=FILES[name][0])
+    text = (H200 / f"{name}.toml").read_text(encoding="utf-8")
+    assert all(f"{field} = {value}" in text for field, value in with_draft.items())
+
+
 def test_nothing_is_checked_without_the_devices_memory(checkpoint: Path) -> None:
     config = load("ep16", checkpoint, device_memory_gib=0.0, num_blocks=10**6)
     assert plan_decode_memory(config, DEEPSEEK_V3) is None

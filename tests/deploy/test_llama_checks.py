@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.checks import check_config
+from deploy.checks import check_config, resolve_config
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 from tests.deploy.fakes import fake_config
@@ -18,12 +18,15 @@ from tests.engine.tiny_llama import TINY_LLAMA
 def llama_cluster(folder: Path, *, prefill_tp: int = 1) -> ClusterConfig:
     config = fake_config(folder, prefill_tp=prefill_tp)
     (folder / "model" / "config.json").write_text(json.dumps(dict(TINY_LLAMA)))
-    return config
+    decode = dataclasses.replace(config.decode, num_speculative_tokens="default")
+    return resolve_config(dataclasses.replace(config, decode=decode))
 
 
 @pytest.mark.parametrize("prefill_tp", [1, 4])
 def test_it_is_accepted_on_a_cpu(tmp_path: Path, prefill_tp: int) -> None:
-    check_config(llama_cluster(tmp_path, prefill_tp=prefill_tp), num_devices=0)
+    config = llama_cluster(tmp_path, prefill_tp=prefill_tp)
+    assert config.decode.num_speculative_tokens == 0, "it has no layer that makes drafts"
+    check_config(config, num_devices=0)
 
 
 def test_ranks_that_heads_cannot_be_divided_over_are_refused(tmp_path: Path) -> None:

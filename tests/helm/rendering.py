@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -86,6 +87,18 @@ def render_chart(chart: Path, values: Values, *, name: str, namespace: str) -> R
             annotations = manifest["metadata"].get("annotations", {})
             (hooks if "helm.sh/hook" in annotations else manifests).append(manifest)
     return Rendered(manifests=manifests, notes=notes, hooks=hooks)
+
+
+def probe(tmp_path: Path, call: str, live: object, **further: object) -> Any:
+    """What a helper makes of a live object, which no cluster has here to look up."""
+    chart = tmp_path / "tandem"
+    shutil.copytree(CHART, chart)
+    head = "apiVersion: v1\nkind: Probe\nmetadata: {name: probe}\nout: |\n"
+    text = head + '  {{- include "' + call + " | nindent 2 }}\n"
+    (chart / "templates" / "probe.yaml").write_text(text)
+    values = {"global": {"live": live}, **further}
+    rendered = render_chart(chart, values, name="demo", namespace="serving")
+    return yaml.safe_load(rendered.get("Probe", "probe")["out"])
 
 
 def pod_template(manifest: Manifest) -> Manifest:

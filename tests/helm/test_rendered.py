@@ -5,20 +5,17 @@ from __future__ import annotations
 import base64
 import dataclasses
 import re
-import shutil
 import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from runtime.config import ClusterConfig
 from runtime.config_file import load_config, parse_config
 from runtime.vllm_names import ROWS
 from tests.helm.rendering import (
-    CHART,
     PROFILES,
     ROOT,
     Manifest,
@@ -27,9 +24,9 @@ from tests.helm.rendering import (
     nested,
     pod_template,
     pod_templates,
+    probe,
     profile,
     render,
-    render_chart,
 )
 from tests.runtime.exports import make_exports
 
@@ -113,10 +110,10 @@ def test_probes_and_services_name_ports_that_there_are(name: str) -> None:
     rendered = release(name)
     for _, _, container in containers(rendered):
         ports = {port["name"] for port in container.get("ports", [])}
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             for way in ("httpGet", "tcpSocket"):
-                if way in container.get(probe, {}):
-                    assert container[probe][way]["port"] in ports
+                if way in container.get(kind, {}):
+                    assert container[kind][way]["port"] in ports
     for service in rendered.of_kind("Service"):
         selector = service["spec"]["selector"].items()
         chosen = [
@@ -225,18 +222,6 @@ def test_the_secret_is_drawn_anew_for_a_new_release_only(tmp_path: Path) -> None
     kept = probe(tmp_path, 'tandem.secretData" (dict "key" "secret" "live" .Values.global.live)',
                  {"data": {"secret": "b2xk", "previousSecret": "b2xkZXI="}})  # fmt: skip
     assert kept == {"secret": "b2xk", "previousSecret": "b2xkZXI="}
-
-
-def probe(tmp_path: Path, call: str, live: object) -> Any:
-    """What a helper makes of a live object, which no cluster has here to look up."""
-    chart = tmp_path / "tandem"
-    shutil.copytree(CHART, chart)
-    head = "apiVersion: v1\nkind: Probe\nmetadata: {name: probe}\nout: |\n"
-    text = head + '  {{- include "' + call + " | nindent 2 }}\n"
-    (chart / "templates" / "probe.yaml").write_text(text)
-    values = {"global": {"live": live}}
-    rendered = render_chart(chart, values, name="demo", namespace="serving")
-    return yaml.safe_load(rendered.get("Probe", "probe")["out"])
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ from tests.processes.forked import Process, start
 
 MARK = "TANDEM_TEST_CLUSTER"
 START_TIMEOUT_S = 300.0
+NO_DRAFTS = 0
+"""`decode.num_speculative_tokens` of clusters whose steps, rows or experts' tokens are counted:
+with a checkpoint that has the layer for them a cluster has a draft by default."""
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

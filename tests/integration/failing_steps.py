@@ -21,9 +21,11 @@ UNFOLLOWED = {"prefill": 103}
 
 
 def break_steps(role: str) -> None:
-    """Have the steps of this process fail."""
+    """Have the steps of this process fail: of chunks, of a token, and those with drafts."""
+    import engine.graphs.step_graphs
     import engine.runner
     import prefill.follower
+    from engine.graphs.slots import Slots
     from engine.runner import ModelRunner
     from runtime.errors import InternalError
 
@@ -32,22 +34,37 @@ def break_steps(role: str) -> None:
         ModelRunner._sample,
         prefill.follower.make_batch,
     )
+    inputs, mask = Slots.inputs, engine.graphs.step_graphs.mask_of_step
 
     def begin_with(scheduled: Sequence[Any], token_id: int | None) -> list[Any]:
         return [item for item in scheduled if item.request.prompt_token_ids[0] == token_id]
 
-    def build_or_fail(scheduled: Sequence[Any], *rest: Any, **options: Any) -> Any:
+    def fail_to_prepare(scheduled: Sequence[Any]) -> None:
         for item in begin_with(scheduled, AT_FAULT[role]):
             name = item.request.request_id
             raise InternalError(f"request {name!r} is at fault", request_id=name)
         if begin_with(scheduled, UNPREPARED[role]):
             raise MemoryError("no pinned memory")
+
+    def fail_to_sample(scheduled: Sequence[Any]) -> None:
+        if begin_with(scheduled, UNSAMPLED[role]):
+            raise RuntimeError("a table is too small")
+
+    def build_or_fail(scheduled: Sequence[Any], *rest: Any, **options: Any) -> Any:
+        fail_to_prepare(scheduled)
         return build(scheduled, *rest, **options)
 
     def sample_or_fail(self: ModelRunner, logits: Any, scheduled: Sequence[Any], *rest: Any) -> Any:
-        if begin_with(scheduled, UNSAMPLED[role]):
-            raise RuntimeError("a table is too small")
+        fail_to_sample(scheduled)
         return sample(self, logits, scheduled, *rest)
+
+    def inputs_or_fail(self: Slots, scheduled: Sequence[Any], *rest: Any) -> Any:
+        fail_to_prepare(scheduled)
+        return inputs(self, scheduled, *rest)
+
+    def mask_or_fail(scheduled: Sequence[Any], *rest: Any) -> Any:
+        fail_to_sample(scheduled)
+        return mask(scheduled, *rest)
 
     def make_or_fail(arrays: Any, *rest: Any) -> Any:
         if UNFOLLOWED.get(role) in arrays.input_ids.tolist():
@@ -57,6 +74,8 @@ def break_steps(role: str) -> None:
     engine.runner.build_forward_batch = build_or_fail
     ModelRunner._sample = sample_or_fail  # type: ignore[method-assign, assignment]
     prefill.follower.make_batch = make_or_fail
+    Slots.inputs = inputs_or_fail  # type: ignore[method-assign, assignment]
+    engine.graphs.step_graphs.mask_of_step = mask_or_fail
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -37,7 +37,7 @@ from runtime.config import (
 )
 from runtime.sampling import SamplingParams
 from tests.integration.client import Completion, stream
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import NO_DRAFTS, Cluster, wait_until
 from tests.integration.conftest import MODEL_DIR
 from tests.integration.lagging_decode import BROKEN, BROKEN_AT
 from tests.integration.test_soak import num_open_files
@@ -84,6 +84,7 @@ def decode_soak_config() -> ClusterConfig:
             max_num_seqs=8,
             overlap_steps="on",
             preemption_host_blocks=10,
+            num_speculative_tokens=NO_DRAFTS,  # these runners' steps are of a token
         ),
         kv_transfer=KVTransferSection(
             transport="loopback", layers_per_group=2, num_metadata_slots=24

@@ -27,7 +27,7 @@ from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSe
 from runtime.sampling import SamplingParams
 from tests.engine.tiny import TINY, tiny_config, write_checkpoint
 from tests.integration.client import run_all
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import NO_DRAFTS, Cluster
 from tests.router.conftest import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -55,7 +55,7 @@ async def test_a_recording_counts_each_token_once(
     config = ClusterConfig(
         model=ModelSection(path=str(model_dir), name="tiny"),
         prefill=PREFILLS[name],
-        decode=DecodeSection(dp=2, num_blocks=64),
+        decode=DecodeSection(dp=2, num_blocks=64, num_speculative_tokens=NO_DRAFTS),
     )
     with Cluster(config, tmp_path) as cluster:
         await _check(cluster, model_dir)

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from tests.integration.client import Completion, complete
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import NO_DRAFTS, Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.integration.failing_steps import AT_FAULT, UNFOLLOWED, UNPREPARED, UNSAMPLED
 from tests.integration.test_faults import random_prompts
@@ -19,12 +19,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MODULE = "tests.integration.failing_steps"
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=[NO_DRAFTS, "default"], ids=["no drafts", "a draft"])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
         prefill=PrefillSection(tp=2, num_blocks=128, max_num_batched_tokens=128),
-        decode=DecodeSection(dp=2, num_blocks=128),
+        decode=DecodeSection(dp=2, num_blocks=128, num_speculative_tokens=request.param),
     )
     folder = tmp_path_factory.mktemp("failing-steps")
     with Cluster(config, folder, modules={"prefill": MODULE, "decode": MODULE}) as running:

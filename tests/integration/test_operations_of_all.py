@@ -100,8 +100,11 @@ class Second:
         """One rank."""
         context = self.cluster.context
         model = ModelSection(path=str(self.folder / SECOND), name=SECOND)
+        # Drafts were decided for the first one; this one has no layer for them.
+        decode = dataclasses.replace(context.config.decode, num_speculative_tokens="default")
+        config = dataclasses.replace(context.config, model=model, decode=decode)
         file = self.folder / "second.toml"
-        file.write_text(dump_config(dataclasses.replace(context.config, model=model)))
+        file.write_text(dump_config(config))
         name = f"second-{role}-{number}"
         command = [sys.executable, "-m", role, "--config", str(file), "--instance", name]
         command += ["--rank", "0", "--rendezvous", f"127.0.0.1:{free_port('127.0.0.1')}"]

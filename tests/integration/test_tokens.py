@@ -26,7 +26,7 @@ from runtime.config import (
 )
 from runtime.sampling import SamplingParams
 from tests.integration.client import Completion, run_all
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import NO_DRAFTS, Cluster
 from tests.integration.conftest import MODEL_DIR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -104,7 +104,9 @@ CONFIGS = {
         prefill=PrefillSection(
             tp=2, num_blocks=128, max_num_batched_tokens=128, overlap_steps="on"
         ),
-        decode=DecodeSection(dp=2, num_blocks=128, overlap_steps="on"),
+        decode=DecodeSection(
+            dp=2, num_blocks=128, overlap_steps="on", num_speculative_tokens=NO_DRAFTS
+        ),
     ),
 }
 

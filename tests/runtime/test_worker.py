@@ -10,7 +10,11 @@ from runtime.config_file import SECRET_VARIABLE
 from runtime.errors import ConfigError
 from runtime.worker import parse_worker_options
 
-CONFIG = '[model]\npath = "model"\n[decode]\ndp = 2\n[cluster]\nhost = "127.0.0.2"\n'
+CONFIG = (
+    '[model]\npath = "model"\n[decode]\ndp = 2\nnum_speculative_tokens = 0\n'
+    '[cluster]\nhost = "127.0.0.2"\n'
+)
+"""Of a checkpoint that is not there: left open, drafts would be asked of it."""
 
 
 def arguments(folder: Path, text: str = CONFIG, **changes: str) -> list[str]:

@@ -1,6 +1,7 @@
 """A section says the same to an engine as in its file, in the engine's terms."""
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from engine.parallel.dims import ParallelDims
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from worker.engine_options import engine_options, model_options, parallel_dims
 
+NONE = DecodeSection(num_speculative_tokens=0)
+"""What a section is once drafts have been decided on (`worker.auto_drafts`)."""
 COUNTS = st.integers(2, 10**6)
 SWITCHES = st.sampled_from(["auto", "on", "off"])
 BOTH: dict[str, st.SearchStrategy[Any]] = {
@@ -76,7 +79,7 @@ def test_every_field_has_the_section_s_value_by_the_section_s_name(
 
 def test_refusals_name_the_section() -> None:
     assert engine_options(PrefillSection()).named("num_blocks") == "prefill.num_blocks"
-    assert engine_options(DecodeSection()).named("num_blocks") == "decode.num_blocks"
+    assert engine_options(NONE).named("num_blocks") == "decode.num_blocks"
 
 
 def test_a_role_has_steps_of_its_own() -> None:
@@ -86,7 +89,7 @@ def test_a_role_has_steps_of_its_own() -> None:
     )
     assert not engine_options(PrefillSection(tp=2, scatter_tokens="off")).steps.scatter_tokens
     assert not engine_options(PrefillSection()).steps.scatter_tokens
-    decode = DecodeSection(cuda_graphs="off", dispatcher="deep-ep")
+    decode = replace(NONE, cuda_graphs="off", dispatcher="deep-ep")
     assert engine_options(decode).steps == TokenSteps(
         cuda_graphs=Switch.OFF, dispatcher=DispatcherKind.DEEP_EP
     )
@@ -103,19 +106,19 @@ def test_a_role_has_steps_of_its_own() -> None:
 )
 def test_kv_is_kept_in_the_type_of_the_section(name: str, dtype: torch.dtype | None) -> None:
     assert engine_options(PrefillSection(kv_dtype=name)).kv.dtype is dtype
-    assert engine_options(DecodeSection(kv_dtype=name)).kv.dtype is dtype
+    assert engine_options(replace(NONE, kv_dtype=name)).kv.dtype is dtype
 
 
 def test_as_many_blocks_as_fit_stay_so() -> None:
-    assert engine_options(DecodeSection(device="cuda", num_blocks=0)).kv.num_blocks == 0
+    assert engine_options(replace(NONE, device="cuda", num_blocks=0)).kv.num_blocks == 0
 
 
 def test_the_model_of_a_cluster() -> None:
     model = ModelSection(path="/models/x", load_format="dummy", max_model_len=99)
-    assert model_options(ClusterConfig(model=model)) == ModelOptions(
+    assert model_options(ClusterConfig(model=model, decode=NONE)) == ModelOptions(
         path="/models/x", load_format="dummy", dtype=torch.float32, max_model_len=99
     )
-    on_gpu = ClusterConfig(model=model, decode=DecodeSection(device="cuda"))
+    on_gpu = ClusterConfig(model=model, decode=replace(NONE, device="cuda"))
     assert model_options(on_gpu).dtype is torch.bfloat16
 
 

@@ -62,7 +62,9 @@ decode:
 
 {{- define "tandem.toml" -}}
 {{- $own := include "tandem.ownConfig" . | fromYaml -}}
-{{- $config := mergeOverwrite (deepCopy .Values.config) $own -}}
+{{- /* Written out, so that the next upgrade sees what this one had: tandem.checkDrafts. */}}
+{{- $said := dict "decode" (dict "num_speculative_tokens" "default") -}}
+{{- $config := mergeOverwrite $said (deepCopy .Values.config) $own -}}
 {{- range $section := keys $config | sortAlpha }}
 {{- $tables := index $config $section }}
 {{- $isList := kindIs "slice" $tables }}
@@ -74,6 +76,28 @@ decode:
 {{- end }}
 {{ end }}
 {{- end }}
+{{- end -}}
+
+{{/*
+Refuse an upgrade that turns drafts on and does not say so: while pods of both roles are renewed, old
+ones and new ones do not pair. Where a GPU has a given number of blocks the default is none, as before.
+(dict "root" $ "live" the live ConfigMap)
+*/}}
+{{- define "tandem.checkDrafts" -}}
+{{- $config := .root.Values.config -}}
+{{- $isOpen := not (hasKey (default dict $config.decode) "num_speculative_tokens") -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- $section := default dict (index $config $role) -}}
+{{- $asManyAsFit := and (hasKey $section "num_blocks") (eq (int $section.num_blocks) 0) -}}
+{{- if and (eq (default "cpu" $section.device) "cuda") (not $asManyAsFit) -}}
+{{- $isOpen = false -}}
+{{- end -}}
+{{- end -}}
+{{- $toml := get (default dict .live.data) "config.toml" -}}
+{{- $hadNone := or (not (contains "num_speculative_tokens" $toml)) (contains "num_speculative_tokens = 0" $toml) -}}
+{{- if and $isOpen $toml $hadNone (eq .root.Values.mode "pods") -}}
+{{- fail "config.decode.num_speculative_tokens is left out: this release runs without drafts, and the default is one where there can be any; workers with and without do not pair, so that a rolling update would stop service for a while. Fix: 0 to stay without; 1 in a second release, or here with that gap" -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Ranks of one worker: (dict "root" $ "role" "decode"). */}}

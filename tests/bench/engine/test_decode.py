@@ -72,7 +72,12 @@ def test_what_runs_is_what_a_server_opens(tmp_path: Path, monkeypatch: pytest.Mo
         "--temperature", "0", "--routing", "even",
     )  # fmt: skip
     ((options, execution),) = opened
-    section = DecodeSection(max_num_seqs=128, max_tokens_per_rank=128, overlap_shared_expert=False)
+    section = DecodeSection(
+        max_num_seqs=128,
+        max_tokens_per_rank=128,
+        overlap_shared_expert=False,
+        num_speculative_tokens=0,
+    )
     assert options == engine_options(section)
     assert execution.execution.overlap_shared_expert is False
     assert report["execution"]["overlap_shared_expert"] is False

@@ -95,7 +95,7 @@ def test_prefill_runs_with_the_defaults_of_a_server(axes: dict[str, int]) -> Non
 @pytest.mark.parametrize("dp", [1, 4, 8])
 def test_decode_runs_with_the_defaults_of_a_server(dp: int) -> None:
     section = decode(dp=dp, requests=(57,) * dp).section
-    assert modes(section) == modes(DecodeSection())
+    assert modes(section) == modes(DecodeSection(num_speculative_tokens=0)), "without --drafts none"
     assert (section.dp, section.device, section.max_num_seqs) == (dp, "cuda", 128)
     assert section.max_tokens_per_rank == 128, "not the batch: a worker does not know it"
 

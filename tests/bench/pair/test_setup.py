@@ -80,6 +80,17 @@ def test_impossible_options_are_refused(options: dict[str, float], flag: str) ->
     assert caught.value.path == flag
 
 
+@pytest.mark.parametrize(
+    ("settings", "drafts"), [((), 0), (("decode.num_speculative_tokens=1",), 1)]
+)
+def test_a_pair_has_no_drafts_unless_it_is_told(
+    tmp_path: Path, settings: tuple[str, ...], drafts: int
+) -> None:
+    """Whatever the default of a server is: figures of other days are of steps of a token."""
+    config = PairOptions(shape="tiny", device="cpu", settings=settings).cluster(tmp_path)
+    assert config.decode.num_speculative_tokens == drafts
+
+
 def test_any_field_can_be_set(tmp_path: Path) -> None:
     settings = (
         "prefill.enable_prefix_caching=false", "decode.max_num_seqs=3", "router.lease_ttl_s=9",

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from deploy.checks import resolve_config
 from deploy.control.difference import check_can_change, difference, rolled_roles
 from deploy.control.settings import resolved_like
 from deploy.errors import WrongArgumentError
 from deploy.plan import Role
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection, RouterSection, TierSection
-from tests.deploy.fakes import fake_config
+from tests.deploy.fakes import fake_config, write_model
 
 
 def changed(config: ClusterConfig, section: str, **values: Any) -> ClusterConfig:
@@ -81,8 +82,30 @@ def test_drafts_or_none_cannot_change_as_both_roles_have_the_layer_or_not(
     """Decode alone would be restarted, and find no prefill worker of its layout."""
     running = changed(ClusterConfig(), "decode", num_speculative_tokens=old)
     wanted = changed(running, "decode", num_speculative_tokens=new)
-    with pytest.raises(WrongArgumentError, match=r"decode\.num_speculative_tokens = .* Fix: "):
+    named = rf"decode\.num_speculative_tokens = .* Fix: {old}, as it runs; or a second cluster"
+    with pytest.raises(WrongArgumentError, match=named):
         check_can_change(difference(running, wanted))
+
+
+def test_a_file_that_says_nothing_of_drafts_turns_none_on(tmp_path: Path) -> None:
+    """A cluster that runs without, as by an earlier default, is told by name."""
+    write_model(tmp_path, num_nextn_predict_layers=1)
+    running = changed(fake_config(tmp_path), "decode", num_speculative_tokens=0)
+    silent = changed(running, "decode", num_speculative_tokens="default")
+    wanted = resolved_like(silent, running, tmp_path)
+    named = r"decode\.num_speculative_tokens = 1: is 0 in the cluster .* Fix: 0, as it runs"
+    with pytest.raises(WrongArgumentError, match=named):
+        check_can_change(difference(running, wanted))
+
+
+def test_a_file_that_says_nothing_of_drafts_is_no_difference_to_what_it_started(
+    tmp_path: Path,
+) -> None:
+    write_model(tmp_path, num_nextn_predict_layers=1)
+    silent = changed(fake_config(tmp_path), "decode", num_speculative_tokens="default")
+    running = resolve_config(silent)
+    assert running.decode.num_speculative_tokens == 1
+    assert difference(running, resolved_like(silent, running, tmp_path)) == ()
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 3), ("auto", 1)])
