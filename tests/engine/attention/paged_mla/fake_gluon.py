@@ -195,14 +195,14 @@ class Program:
         self._started.append(product)
         return product
 
-    def _wait(self, num_outstanding: int, deps: tuple[Product]) -> Tensor:
+    def _wait(self, num_outstanding: int, deps: tuple[Product, ...]) -> Any:
         cut = len(self._started) - num_outstanding
         for product in self._started[:cut]:
             product.end()
         self._started = self._started[cut:]
-        (wanted,) = deps
-        assert wanted.value is not None, "a result was taken before it was waited for"
-        return wanted.value
+        values = [product.value for product in deps]
+        assert all(value is not None for value in values), "taken before it was waited for"
+        return values[0] if len(values) == 1 else tuple(values)
 
 
 @dataclass(frozen=True)
