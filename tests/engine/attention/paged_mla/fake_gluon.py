@@ -32,6 +32,10 @@ class Pointer:
     def __add__(self, distance: Any) -> "Pointer":
         return Pointer(self.flat, self.at + distance)
 
+    def to(self, dtype: torch.dtype, *, bitcast: bool) -> "Pointer":
+        assert bitcast
+        return Pointer(self.flat.view(dtype), self.at * self.flat.itemsize // dtype.itemsize)
+
 
 @dataclass
 class Bytes:
@@ -142,6 +146,8 @@ class Program:
             exp2=torch.exp2, log2=torch.log2, where=_where, zeros_like=_zeros_like,
             minimum=_pairwise(torch.minimum), maximum=_pairwise(torch.maximum),
             max=lambda x, axis: x.amax(dim=axis), sum=lambda x, axis: x.sum(dim=axis),
+            pointer_type=lambda dtype: dtype, inline_asm_elementwise=_widen_words,
+            join=lambda a, b: torch.stack((a, b), dim=-1),
             load=_load, store=_store, allocate_shared_memory=self._allocate,
             program_id=lambda axis: torch.tensor(self._place[axis], dtype=torch.int32),
             num_programs=lambda axis: self._grid[axis],
@@ -245,6 +251,17 @@ def _noting(ran: set[str], function: Any, names: dict[str, Any]) -> Any:
         return moved(*args, **constants)
 
     return call
+
+
+def _widen_words(
+    text: str, _constraints: str, arguments: list[Tensor], **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Do what the only instructions say that are written out: four e4m3 become float16."""
+    assert "cvt.rn.f16x2.e4m3x2" in text
+    (words,) = arguments
+    values = words.contiguous().view(torch.float8_e4m3fn).half()
+    pairs = values.view(torch.int32).view(*words.shape, 2)
+    return pairs[..., 0], pairs[..., 1]
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:
