@@ -301,6 +301,7 @@ def _walk(
         tile, slot, following = begin + count, count % 2, (count + 1) % 2
         shares, fade, top, weights = _weigh(scores, top, weights, tops, scale)
         sums_soon = _start_values(shares, fade, sums, shared, k_c.index(slot))
+        following_block = _find_block(table, tile + 3, count + 3 < num_tiles, BLOCK_TILES)
         _widen(words_c, k_c.index(following))
         _widen(words_r, k_r.index(following))
         hopper.fence_async_shared()
@@ -309,7 +310,7 @@ def _walk(
         source = _find_tile(latents, pitch, block, tile + 2, block_rows, BLOCK_TILES)
         words_c = _read(source, pitch, stop - (tile + 2) * N, 0, C)
         words_r = _read(source, pitch, stop - (tile + 2) * N, C, R)
-        block = _find_block(table, tile + 3, count + 3 < num_tiles, BLOCK_TILES)
+        block = following_block
         synchronize()
         soon = _start_scores(q_c, q_r, k_c.index(following), k_r.index(following))
         sums = hopper.warpgroup_mma_wait(2, deps=(sums_soon,))

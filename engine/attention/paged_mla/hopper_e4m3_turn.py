@@ -336,15 +336,14 @@ def _walk(
         _widen(second, k_c.index(following), _FIRST, C - _FIRST)
         _widen(rotated, k_r.index(following), 0, R)
         hopper.fence_async_shared()
-        # Behind the fence, which waits for what is under way; the barrier keeps the compiler from
-        # reading later.
-        source = _find_tile(latents, pitch, block, tile + 2, block_rows, BLOCK_TILES)
-        first, second, rotated = _read_tile(source, pitch, stop - (tile + 2) * N)
-        block = _find_block(table, tile + 3, count + 3 < num_tiles, BLOCK_TILES)
         synchronize()
         soon = _score_second(soon, q_c, q_r, k_c.index(following), k_r.index(following))
         shares, fade, top, weights = _weigh(scores, top, weights, tops, scale)
         soon_0, soon_1 = _start_values(shares, fade, sums_0, sums_1, shared, k_c.index(slot))
+        # A fence waits for what is under way, so here words are read, far before the next one.
+        source = _find_tile(latents, pitch, block, tile + 2, block_rows, BLOCK_TILES)
+        first, second, rotated = _read_tile(source, pitch, stop - (tile + 2) * N)
+        block = _find_block(table, tile + 3, count + 3 < num_tiles, BLOCK_TILES)
         scores = hopper.warpgroup_mma_wait(2, deps=(soon,))
         scores = _compare(scores, (tile + 1) * N, visible, tops)
         sums_0 = hopper.warpgroup_mma_wait(1, deps=(soon_0,))

@@ -34,33 +34,36 @@ from engine.attention.paged_mla.hopper_pieces import (
     synchronize,
 )
 
-_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
+PAIR = gl.constexpr(128)
+
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
 _NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 # Sixteen bytes a thread, eight rows a warp: neither reading nor writing do threads meet in a bank.
-_BYTES = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [8, 1], [1, 0]))
+_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
 _FIRST = gl.constexpr(256)
 """Columns of the first half of a tile; the second has as many, and R."""
 
-# Scores [64, 2, 32]: a group of warps has half of the positions.
+# Scores [64, 2, 64]: a group of warps has a tile.
 _GROUPS = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16]],
+        reg_bases=[[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
         lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         warp_bases=[[16, 0, 0], [32, 0, 0], [0, 1, 0]],
         block_bases=[],
-        shape=[64, 2, 32],
+        shape=[64, 2, 64],
     )
 )
-# The same as [64, 2, 4, 4, 2]: what a thread holds of a row are the third and the last axis.
+# The same as [64, 2, 8, 4, 2]: what a thread holds of a row are the third and the last axis.
 _THREADS = gl.constexpr(
     gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 0, 0, 1], [8, 0, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0]],
+        reg_bases=[[0, 0, 0, 0, 1], [8, 0, 0, 0, 0],
+                   [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
         lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0],
                     [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
         warp_bases=[[16, 0, 0, 0, 0], [32, 0, 0, 0, 0], [0, 1, 0, 0, 0]],
         block_bases=[],
-        shape=[64, 2, 4, 4, 2],
+        shape=[64, 2, 8, 4, 2],
     )
 )  # fmt: skip
 _WEIGHTS = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(4, _THREADS.value)))
@@ -76,8 +79,12 @@ _BOTH = gl.constexpr(
 )
 _TOPS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
 
-EARLY = gl.constexpr(1)
-"""Whether scores begin with a tile's first half."""
+_UNPACK = gl.constexpr(
+    """{ .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high; }"""
+)
 
 
 @gluon.jit(
@@ -93,9 +100,9 @@ def attend(
     """Attend to latents in e4m3, rows of bytes `pitch` apart; see `hopper_kernel.attend`."""
     q_c = gl.allocate_shared_memory(gl.float16, [M, C], SHARED)
     q_r = gl.allocate_shared_memory(gl.float16, [M, R], SHARED)
-    k_c = gl.allocate_shared_memory(gl.float16, [2, N, C], SHARED)
-    k_r = gl.allocate_shared_memory(gl.float16, [2, N, R], SHARED)
-    shared = gl.allocate_shared_memory(gl.float16, [M, N], SHARED)
+    k_0 = gl.allocate_shared_memory(gl.float16, [1, PAIR, _FIRST], SHARED)
+    k_1 = gl.allocate_shared_memory(gl.float16, [1, PAIR, C - _FIRST], SHARED)
+    k_r = gl.allocate_shared_memory(gl.float16, [1, PAIR, R], SHARED)
     tops = gl.allocate_shared_memory(gl.float32, [M, 2], _TOPS)
     bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(0), count=1)
@@ -114,22 +121,24 @@ def attend(
         row = first_query * num_heads + first_row
         has_tiles = num_tiles > 0
         _load_queries(
-            qc_desc, qr_desc, bars.index(0), num_pieces & 1, q_c, q_r, k_c, k_r, row, has_tiles
+            qc_desc, qr_desc, bars.index(0), num_pieces & 1, q_c, q_r, k_0, k_r, row, has_tiles
         )
         num_pieces += gl.where(has_tiles, 1, 0)
         rows = first_row + gl.arange(0, M, gl.SliceLayout(1, _SCORES))
-        visible = prefix + rows // num_heads + 1
+        # Behind `stop` positions are another part's, or nobody's.
+        visible = gl.minimum(prefix + rows // num_heads + 1, stop)
         sums_0 = gl.zeros([M, _FIRST], gl.float32, _SUMS)
         sums_1 = gl.zeros([M, _FIRST], gl.float32, _SUMS)
         weights = gl.zeros([M, 2, 4], gl.float32, _WEIGHTS)
         top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, _SCORES))
         if num_tiles > 0:
             sums_0, sums_1, weights, top = _walk(
-                sums_0, sums_1, weights, top, visible, scale, q_c, q_r, k_c, k_r, shared, tops,
-                latents, pitch, table, begin, num_tiles, stop, block_rows, BLOCK_TILES,
+                sums_0, sums_1, weights, top, visible, scale, q_c, q_r, k_0, k_1, k_r, tops,
+                latents, pitch, table, begin, num_tiles, stop,
+                gl.minimum(prefix + first_row // num_heads + 1, stop), block_rows, BLOCK_TILES,
             )  # fmt: skip
         place = find_slot(part, goes_on, first_row)
-        _finish(sums_0, sums_1, weights, top, scale, k_c, num_rows, is_cut,
+        _finish(sums_0, sums_1, weights, top, scale, k_0, k_1, num_rows, is_cut,
                 out + row.to(gl.int64) * C, pieces + place * C, piece_logs + place)  # fmt: skip
 
 
@@ -143,16 +152,16 @@ def _convert_queries(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(qc_desc, qr_desc, bar, phase, q_c, q_r, k_c, k_r, row, pred):
+def _load_queries(qc_desc, qr_desc, bar, phase, q_c, q_r, k_0, k_r, row, pred):
     """Bring a tile of queries to where latents will be, and from there, as float16, to its place.
 
     Rows behind the sequence's are others', or zeros.
     """
     T: gl.constexpr = qc_desc.dtype
     mbarrier.expect(bar, M * (C + R) * 2, pred=pred)
-    room = k_c.index(0)._reinterpret(T, [M, C], SHARED)
+    room = k_0._reinterpret(T, [M, C], SHARED)
     tma.async_copy_global_to_shared(qc_desc, [row, 0], bar, room, pred=pred)
-    room_r = k_r.index(0)._reinterpret(T, [M, R], SHARED)
+    room_r = k_r._reinterpret(T, [2, M, R], SHARED).index(0)
     tma.async_copy_global_to_shared(qr_desc, [row, C], bar, room_r, pred=pred)
     mbarrier.wait(bar, phase, pred)
     for quarter in gl.static_range(QUARTERS):
@@ -164,27 +173,20 @@ def _load_queries(qc_desc, qr_desc, bar, phase, q_c, q_r, k_c, k_r, row, pred):
 
 
 @gluon.jit
-def _score_first(q_c, k_c):
-    """Begin to multiply the first halves of queries and a tile of latents: [M, N]."""
-    zeros = gl.zeros([M, N], gl.float32, _SCORES)
-    q, k = q_c.slice(0, _FIRST, dim=1), k_c.slice(0, _FIRST, dim=1)
-    return hopper.warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _score_second(scores, q_c, q_r, k_c, k_r):
+def _score_second(scores, q_c, q_r, k_1, k_r):
     """Begin to add the products of the second halves."""
-    q, k = q_c.slice(_FIRST, C - _FIRST, dim=1), k_c.slice(_FIRST, C - _FIRST, dim=1)
-    scores = hopper.warpgroup_mma(q, k.permute([1, 0]), scores, is_async=True)
+    q = q_c.slice(_FIRST, C - _FIRST, dim=1)
+    scores = hopper.warpgroup_mma(q, k_1.permute([1, 0]), scores, is_async=True)
     return hopper.warpgroup_mma(q_r, k_r.permute([1, 0]), scores, is_async=True)
 
 
 @gluon.jit
-def _compare(scores, first, visible, tops):
+def _compare(scores, first, visible, all_visible, tops):
     """Return scores of what a row sees; write each group's largest ones."""
-    positions = first + gl.arange(0, N, gl.SliceLayout(0, _SCORES))
-    scores = gl.where(positions[None, :] < visible[:, None], scores, float("-inf"))
-    tops.store(gl.max(scores.reshape([M, 2, N // 2]), axis=2))
+    if first + PAIR > all_visible:
+        positions = first + gl.arange(0, PAIR, gl.SliceLayout(0, _SCORES))
+        scores = gl.where(positions[None, :] < visible[:, None], scores, float("-inf"))
+    tops.store(gl.max(scores.reshape([M, 2, N]), axis=2))
     return scores
 
 
@@ -199,7 +201,7 @@ def _weigh(scores, top, weights, tops, scale):
     shares = gl.exp2(scores * scale - shift[:, None])
     fade = gl.exp2(top * scale - shift)
     # A thread sums up what it holds: threads tell one another at the end.
-    more = gl.sum(gl.sum(shares.reshape([M, 2, 4, 4, 2]), axis=4), axis=2)
+    more = gl.sum(gl.sum(shares.reshape([M, 2, 8, 4, 2]), axis=4), axis=2)
     here = gl.convert_layout(
         fade, gl.SliceLayout(1, gl.SliceLayout(2, _WEIGHTS)), assert_trivial=True
     )
@@ -213,7 +215,9 @@ def _faded(sums, fade):
 
 
 @gluon.jit
-def _finish(sums_0, sums_1, weights, top, scale, room, num_rows, is_cut, out, piece, piece_logs):
+def _finish(
+    sums_0, sums_1, weights, top, scale, k_0, k_1, num_rows, is_cut, out, piece, piece_logs
+):  # fmt: skip
     """Write rows to the result, or, of a sequence that is cut, to its piece."""
     weight = gl.convert_layout(
         gl.sum(gl.sum(weights, axis=2), axis=1), gl.SliceLayout(1, _SCORES)
@@ -223,129 +227,119 @@ def _finish(sums_0, sums_1, weights, top, scale, room, num_rows, is_cut, out, pi
     if is_cut:
         rows = gl.arange(0, M, gl.SliceLayout(1, _SCORES))
         gl.store(piece_logs + rows, logs, mask=rows < num_rows)
-        wide = room._reinterpret(gl.float32, [2, M, _FIRST], SHARED_32)
-        wide.index(0).store(sums_0)
-        wide.index(1).store(sums_1)
-        synchronize()
-        _copy(wide.index(0), num_rows, piece, WIDE_32)
-        _copy(wide.index(1), num_rows, piece + _FIRST, WIDE_32)
+        _write(sums_0, k_0._reinterpret(gl.float32, [M, _FIRST], SHARED_32), num_rows, piece, WIDE_32)
+        _write(
+            sums_1, k_1._reinterpret(gl.float32, [M, _FIRST], SHARED_32),
+            num_rows, piece + _FIRST, WIDE_32,
+        )  # fmt: skip
     else:
         T: gl.constexpr = out.dtype.element_ty
-        some = room._reinterpret(T, [4, M, _FIRST], SHARED)
-        some.index(0).store(sums_0.to(T))
-        some.index(1).store(sums_1.to(T))
-        synchronize()
-        _copy(some.index(0), num_rows, out, WIDE)
-        _copy(some.index(1), num_rows, out + _FIRST, WIDE)
+        room = k_0._reinterpret(T, [2, M, _FIRST], SHARED).index(0)
+        _write(sums_0, room, num_rows, out, WIDE)
+        room = k_1._reinterpret(T, [2, M, _FIRST], SHARED).index(0)
+        _write(sums_1, room, num_rows, out + _FIRST, WIDE)
     # The next piece's queries are brought to where this one's rows are.
     hopper.fence_async_shared()
     synchronize()
 
 
 @gluon.jit
-def _copy(room, num_rows, target, LAYOUT: gl.constexpr):
+def _write(values, room, num_rows, target, LAYOUT: gl.constexpr):
+    room.store(values.to(room.dtype))
+    synchronize()
     for quarter in gl.static_range(QUARTERS // 2):
         some = room.slice(quarter * COLUMNS, COLUMNS, dim=1)
         copy_rows(some, num_rows, target + quarter * COLUMNS, LAYOUT)
 
 
 @gluon.jit
-def _read(source, pitch, num_kept, first_column: gl.constexpr, WIDTH: gl.constexpr):
-    """Return columns of a tile, zeros from row `num_kept` on."""
+def _find_rows(table, tile, num_left, block_rows, BLOCK_TILES: gl.constexpr):
+    """Return where a pair of tiles begins, of which `num_left` are there."""
+    first = gl.load(table + tile // BLOCK_TILES, mask=num_left > 0, other=0)
+    second = gl.load(table + (tile + 1) // BLOCK_TILES, mask=num_left > 1, other=0)
+    first = first * block_rows + tile % BLOCK_TILES * N
+    return first, second * block_rows + (tile + 1) % BLOCK_TILES * N
+
+
+@gluon.jit
+def _read(latents, pitch, rows, num_kept, first_column: gl.constexpr, WIDTH: gl.constexpr):
+    """Return columns of a pair of tiles, four to a word, zeros from row `num_kept` on."""
     # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN.
-    rows = gl.arange(0, N, gl.SliceLayout(1, _BYTES))[:, None]
-    columns = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, _BYTES))[None, :]
-    return gl.load(source + rows * pitch + columns, mask=rows < num_kept, other=0)
+    words, pitch = latents.to(gl.pointer_type(gl.int32), bitcast=True), pitch // 4
+    first, second = rows
+    here = gl.arange(0, PAIR, gl.SliceLayout(1, _WORDS))
+    starts = (gl.where(here < N, first, second - N) + here).to(gl.int64) * pitch
+    columns = first_column // 4 + gl.arange(0, WIDTH // 4, gl.SliceLayout(0, _WORDS))
+    return gl.load(
+        words + starts[:, None] + columns[None, :], mask=(here < num_kept)[:, None], other=0
+    )
 
 
 @gluon.jit
-def _read_tile(source, pitch, num_kept):
-    """Return both halves of a tile's columns, and the rotated ones."""
-    first = _read(source, pitch, num_kept, 0, _FIRST)
-    second = _read(source, pitch, num_kept, _FIRST, C - _FIRST)
-    return first, second, _read(source, pitch, num_kept, C, R)
-
-
-@gluon.jit
-def _find_block(table, tile, is_there, BLOCK_TILES: gl.constexpr):
-    return gl.load(table + tile // BLOCK_TILES, mask=is_there, other=0)
-
-
-@gluon.jit
-def _find_tile(latents, pitch, block, tile, block_rows, BLOCK_TILES: gl.constexpr):
-    return latents + (block.to(gl.int64) * block_rows + tile % BLOCK_TILES * N) * pitch
-
-
-@gluon.jit
-def _widen(bits, wide):
-    """Write bytes of e4m3 as float16, which holds them exactly."""
-    wide.store(bits.to(gl.float8e4nv, bitcast=True).to(gl.float16))
+def _widen(words, wide):
+    """Write words of four e4m3 as float16, which holds them exactly."""
+    low, high = gl.inline_asm_elementwise(
+        _UNPACK, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    width: gl.constexpr = wide.shape[1] // 2
+    pairs = wide._reinterpret(gl.int32, [PAIR, width], SHARED_32)
+    pairs.store(gl.join(low, high).reshape([PAIR, width]))
 
 
 @gluon.jit
 def _walk(
-    sums_0, sums_1, weights, top, visible, scale, q_c, q_r, k_c, k_r, shared, tops,
-    latents, pitch, table, begin, num_tiles, stop, block_rows, BLOCK_TILES: gl.constexpr,
+    sums_0, sums_1, weights, top, visible, scale, q_c, q_r, k_0, k_1, k_r, tops,
+    latents, pitch, table, begin, num_tiles, stop, all_visible, block_rows,
+    BLOCK_TILES: gl.constexpr,
 ):  # fmt: skip
     """Attend to a piece's tiles, of which there is at least one."""
-    block = _find_block(table, begin, True, BLOCK_TILES)
-    source = _find_tile(latents, pitch, block, begin, block_rows, BLOCK_TILES)
-    first, second, rotated = _read_tile(source, pitch, stop - begin * N)
-    block = _find_block(table, begin + 1, num_tiles > 1, BLOCK_TILES)
-    source = _find_tile(latents, pitch, block, begin + 1, block_rows, BLOCK_TILES)
-    _widen(first, k_c.index(0).slice(0, _FIRST, dim=1))
-    _widen(second, k_c.index(0).slice(_FIRST, C - _FIRST, dim=1))
-    _widen(rotated, k_r.index(0))
-    first, second, rotated = _read_tile(source, pitch, stop - (begin + 1) * N)
+    rows = _find_rows(table, begin, num_tiles, block_rows, BLOCK_TILES)
+    first = _read(latents, pitch, rows, stop - begin * N, 0, _FIRST)
+    coming = _find_rows(table, begin + 2, num_tiles - 2, block_rows, BLOCK_TILES)
+    _widen(first, k_0.index(0))
     hopper.fence_async_shared()
+    second = _read(latents, pitch, rows, stop - begin * N, _FIRST, C - _FIRST)
+    rotated = _read(latents, pitch, rows, stop - begin * N, C, R)
     synchronize()
-    soon = _score_second(_score_first(q_c, k_c.index(0)), q_c, q_r, k_c.index(0), k_r.index(0))
-    block = _find_block(table, begin + 2, num_tiles > 2, BLOCK_TILES)
-    _widen(first, k_c.index(1).slice(0, _FIRST, dim=1))
-    _widen(second, k_c.index(1).slice(_FIRST, C - _FIRST, dim=1))
-    _widen(rotated, k_r.index(1))
-    hopper.fence_async_shared()
-    scores = hopper.warpgroup_mma_wait(0, deps=(soon,))
-    scores = _compare(scores, begin * N, visible, tops)
-    synchronize()
-    if EARLY:
-        soon = _score_first(q_c, k_c.index(1))
-        soon = hopper.warpgroup_mma_wait(1, deps=(soon,))
-    for count in range(num_tiles):
-        tile, slot, following = begin + count, count % 2, (count + 1) % 2
-        if not EARLY:
-            soon = _score_first(q_c, k_c.index(following))
-        soon = _score_second(soon, q_c, q_r, k_c.index(following), k_r.index(following))
-        # Bytes arrive while scores are made: the fence below waits for what is under way.
-        source = _find_tile(latents, pitch, block, tile + 2, block_rows, BLOCK_TILES)
-        first, second, rotated = _read_tile(source, pitch, stop - (tile + 2) * N)
-        block = _find_block(table, tile + 3, count + 3 < num_tiles, BLOCK_TILES)
+    for pair in range((num_tiles + 1) // 2):
+        tile = begin + 2 * pair
+        left = stop - (tile + 2) * N
+        # Always 0, which the compiler does not know: it would keep the addresses of all
+        # operands in registers, of which there are not enough.
+        zero = pair >> 30
+        # Nothing is being multiplied here: the compiler orders products across a loop's end.
+        zeros = gl.zeros([M, PAIR], gl.float32, _SCORES)
+        soon = hopper.warpgroup_mma(
+            q_c.slice(0, _FIRST, dim=1), k_0.index(zero).permute([1, 0]), zeros,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        _widen(second, k_1.index(zero))
+        _widen(rotated, k_r.index(zero))
+        hopper.fence_async_shared()
+        synchronize()
+        soon = _score_second(soon, q_c, q_r, k_1.index(zero), k_r.index(zero))
+        scores = hopper.warpgroup_mma_wait(0, deps=(soon,))
+        scores = _compare(scores, tile * N, visible, all_visible, tops)
+        synchronize()
         shares, fade, top, weights = _weigh(scores, top, weights, tops, scale)
+        # All warps have read the columns that weights replace.
+        shared = k_r._reinterpret(gl.float16, [1, M, PAIR], SHARED).index(zero)
         shared.store(shares.to(gl.float16))
         hopper.fence_async_shared()
         sums_0, sums_1 = _faded(sums_0, fade), _faded(sums_1, fade)
         synchronize()
-        half_0 = k_c.index(slot).slice(0, _FIRST, dim=1)
-        half_1 = k_c.index(slot).slice(_FIRST, C - _FIRST, dim=1)
-        soon_0 = hopper.warpgroup_mma(shared, half_0, sums_0, is_async=True)
-        soon_1 = hopper.warpgroup_mma(shared, half_1, sums_1, is_async=True)
-        scores = hopper.warpgroup_mma_wait(2, deps=(soon,))
-        scores = _compare(scores, (tile + 1) * N, visible, tops)
+        soon_0 = hopper.warpgroup_mma(shared, k_0.index(zero), sums_0, is_async=True)
+        # A fence waits for what is under way, so here words are read, far before the next one.
+        first = _read(latents, pitch, coming, left, 0, _FIRST)
+        second = _read(latents, pitch, coming, left, _FIRST, C - _FIRST)
+        rotated = _read(latents, pitch, coming, left, C, R)
+        coming = _find_rows(table, tile + 4, num_tiles - 2 * pair - 4, block_rows, BLOCK_TILES)
+        soon_1 = hopper.warpgroup_mma(shared, k_1.index(zero), sums_1, is_async=True)
         sums_0 = hopper.warpgroup_mma_wait(1, deps=(soon_0,))
         synchronize()
         # Zeros behind the last tile, which nobody reads.
-        _widen(first, half_0)
-        if EARLY:
-            hopper.fence_async_shared()
+        _widen(first, k_0.index(zero))
+        hopper.fence_async_shared()
         sums_1 = hopper.warpgroup_mma_wait(0, deps=(soon_1,))
         synchronize()
-        if EARLY:
-            soon = _score_first(q_c, k_c.index(slot))
-            soon = hopper.warpgroup_mma_wait(1, deps=(soon,))
-        _widen(second, half_1)
-        _widen(rotated, k_r.index(slot))
-        hopper.fence_async_shared()
-        synchronize()
-    if EARLY:
-        hopper.warpgroup_mma_wait(0, deps=(soon,))
     return sums_0, sums_1, weights, top
