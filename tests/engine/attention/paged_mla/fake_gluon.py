@@ -161,11 +161,11 @@ class Program:
         )
 
     def mbarrier(self) -> SimpleNamespace:
-        def expect(bar: Barrier, num_bytes: int, pred: Any) -> None:
+        def expect(bar: Barrier, num_bytes: int, pred: Any = True) -> None:
             if pred:
                 bar.expect(num_bytes)
 
-        def wait(bar: Barrier, phase: Any, pred: Any) -> None:
+        def wait(bar: Barrier, phase: Any, pred: Any = True) -> None:
             if pred:
                 bar.wait(int(phase))
 
@@ -174,7 +174,9 @@ class Program:
         )
 
     def tma(self) -> SimpleNamespace:
-        def bring(desc: Any, at: list[Any], bar: Barrier, target: Shared, pred: Any) -> None:
+        def bring(
+            desc: Any, at: list[Any], bar: Barrier, target: Shared, pred: Any = True
+        ) -> None:
             if pred:
                 rows, columns = (int(index) for index in at)
                 height, width = desc.block
