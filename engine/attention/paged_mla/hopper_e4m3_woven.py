@@ -346,14 +346,16 @@ def _walk(
         shared.store(shares.to(gl.float16))
         hopper.fence_async_shared()
         sums_0, sums_1 = _faded(sums_0, fade), _faded(sums_1, fade)
-        # A fence waits for what is under way, so here words are read, far before the next one.
+        synchronize()
+        soon_0 = _value(sums_0, shared, k_0.index(zero), 0)
+        soon_0 = _value(soon_0, shared, k_0.index(zero), 1)
+        # A fence waits for what is under way, so here words are read, far before the next one; a
+        # barrier keeps the compiler from reading later.
         c_0, c_1 = _read_both(latents, pitch, coming, left, 0, _FIRST)
         c_2, c_3 = _read_both(latents, pitch, coming, left, _FIRST, C - _FIRST)
         r_0, r_1 = _read_both(latents, pitch, coming, left, C, R)
-        synchronize()
-        soon_0 = _value(sums_0, shared, k_0.index(zero), 0)
         coming = _find_rows(table, tile + 4, num_tiles - 2 * pair - 4, block_rows, BLOCK_TILES)
-        soon_0 = _value(soon_0, shared, k_0.index(zero), 1)
+        synchronize()
         sums_0 = hopper.warpgroup_mma_wait(0, deps=(soon_0,))
         soon_1 = _value(sums_1, shared, k_1.index(zero), 0)
         synchronize()
