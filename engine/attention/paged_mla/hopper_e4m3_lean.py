@@ -92,8 +92,8 @@ def attend(
     BLOCK_TILES: gl.constexpr, ONE_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Attend to latents in e4m3, rows of bytes `pitch` apart; see `hopper_kernel.attend`."""
-    q_c = gl.allocate_shared_memory(gl.float16, [M, C], SHARED)
-    q_r = gl.allocate_shared_memory(gl.float16, [M, R], SHARED)
+    q_c = gl.allocate_shared_memory(gl.float16, [1, M, C], SHARED)
+    q_r = gl.allocate_shared_memory(gl.float16, [1, M, R], SHARED)
     k_c = gl.allocate_shared_memory(gl.float16, [2, N, C], SHARED)
     k_r = gl.allocate_shared_memory(gl.float16, [2, N, R], SHARED)
     shared = gl.allocate_shared_memory(gl.float16, [M, N], SHARED)
@@ -115,7 +115,7 @@ def attend(
         row = first_query * num_heads + first_row
         has_tiles = num_tiles > 0
         _load_queries(
-            qc_desc, qr_desc, bars.index(0), num_pieces & 1, q_c, q_r, k_c, k_r, row, has_tiles
+            qc_desc, qr_desc, bars.index(0), num_pieces & 1, q_c.index(0), q_r.index(0), k_c, k_r, row, has_tiles
         )
         num_pieces += gl.where(has_tiles, 1, 0)
         rows = first_row + gl.arange(0, M, gl.SliceLayout(1, _SCORES))
@@ -289,7 +289,7 @@ def _walk(
     _widen(words_r, k_r.index(0))
     hopper.fence_async_shared()
     synchronize()
-    soon = _start_scores(q_c, q_r, k_c.index(0), k_r.index(0))
+    soon = _start_scores(q_c.index(0), q_r.index(0), k_c.index(0), k_r.index(0))
     source = _find_tile(latents, pitch, block, begin + 1, block_rows, BLOCK_TILES)
     words_c = _read(source, pitch, stop - (begin + 1) * N, 0, C)
     words_r = _read(source, pitch, stop - (begin + 1) * N, C, R)
@@ -312,7 +312,8 @@ def _walk(
         words_r = _read(source, pitch, stop - (tile + 2) * N, C, R)
         block = following_block
         synchronize()
-        soon = _start_scores(q_c, q_r, k_c.index(following), k_r.index(following))
+        zero = count >> 30
+        soon = _start_scores(q_c.index(zero), q_r.index(zero), k_c.index(following), k_r.index(following))
         sums = hopper.warpgroup_mma_wait(2, deps=(sums_soon,))
         scores = hopper.warpgroup_mma_wait(0, deps=(soon,))
         scores = _compare(scores, (tile + 1) * N, visible, tops)

@@ -95,8 +95,8 @@ def attend(
     BLOCK_TILES: gl.constexpr, ONE_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Attend to latents in e4m3, rows of bytes `pitch` apart; see `hopper_kernel.attend`."""
-    q_c = gl.allocate_shared_memory(gl.float16, [M, C], SHARED)
-    q_r = gl.allocate_shared_memory(gl.float16, [M, R], SHARED)
+    q_c = gl.allocate_shared_memory(gl.float16, [1, M, C], SHARED)
+    q_r = gl.allocate_shared_memory(gl.float16, [1, M, R], SHARED)
     k_c = gl.allocate_shared_memory(gl.float16, [2, N, C], SHARED)
     k_r = gl.allocate_shared_memory(gl.float16, [2, N, R], SHARED)
     shared = gl.allocate_shared_memory(gl.float16, [M, N], SHARED)
@@ -118,7 +118,7 @@ def attend(
         row = first_query * num_heads + first_row
         has_tiles = num_tiles > 0
         _load_queries(
-            qc_desc, qr_desc, bars.index(0), num_pieces & 1, q_c, q_r, k_c, k_r, row, has_tiles
+            qc_desc, qr_desc, bars.index(0), num_pieces & 1, q_c.index(0), q_r.index(0), k_c, k_r, row, has_tiles
         )
         num_pieces += gl.where(has_tiles, 1, 0)
         rows = first_row + gl.arange(0, M, gl.SliceLayout(1, _SCORES))
@@ -322,7 +322,7 @@ def _walk(
     _widen(rotated, k_r.index(0), 0, R)
     hopper.fence_async_shared()
     synchronize()
-    soon = _score_second(_score_first(q_c, k_c.index(0)), q_c, q_r, k_c.index(0), k_r.index(0))
+    soon = _score_second(_score_first(q_c.index(0), k_c.index(0)), q_c.index(0), q_r.index(0), k_c.index(0), k_r.index(0))
     first, second, rotated = _read_tile(source, pitch, stop - (begin + 1) * N)
     _widen(first, k_c.index(1), 0, _FIRST)
     hopper.fence_async_shared()
@@ -332,12 +332,13 @@ def _walk(
     for count in range(num_tiles - 1):
         tile, slot, following = begin + count, count % 2, (count + 1) % 2
         # Nothing is being multiplied here: the compiler orders products across a loop's end.
-        soon = _score_first(q_c, k_c.index(following))
+        zero = count >> 30
+        soon = _score_first(q_c.index(zero), k_c.index(following))
         _widen(second, k_c.index(following), _FIRST, C - _FIRST)
         _widen(rotated, k_r.index(following), 0, R)
         hopper.fence_async_shared()
         synchronize()
-        soon = _score_second(soon, q_c, q_r, k_c.index(following), k_r.index(following))
+        soon = _score_second(soon, q_c.index(zero), q_r.index(zero), k_c.index(following), k_r.index(following))
         shares, fade, top, weights = _weigh(scores, top, weights, tops, scale)
         soon_0, soon_1 = _start_values(shares, fade, sums_0, sums_1, shared, k_c.index(slot))
         # A fence waits for what is under way, so here words are read, far before the next one.

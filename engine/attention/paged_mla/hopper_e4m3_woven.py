@@ -98,8 +98,8 @@ def attend(
     BLOCK_TILES: gl.constexpr, ONE_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Attend to latents in e4m3, rows of bytes `pitch` apart; see `hopper_kernel.attend`."""
-    q_c = gl.allocate_shared_memory(gl.float16, [M, C], SHARED)
-    q_r = gl.allocate_shared_memory(gl.float16, [M, R], SHARED)
+    q_c = gl.allocate_shared_memory(gl.float16, [1, M, C], SHARED)
+    q_r = gl.allocate_shared_memory(gl.float16, [1, M, R], SHARED)
     k_0 = gl.allocate_shared_memory(gl.float16, [1, PAIR, _FIRST], SHARED)
     k_1 = gl.allocate_shared_memory(gl.float16, [1, PAIR, C - _FIRST], SHARED)
     k_r = gl.allocate_shared_memory(gl.float16, [1, PAIR, R], SHARED)
@@ -162,8 +162,8 @@ def _take_queries(bar, phase, T: gl.constexpr, q_c, q_r):
     if T != q_c.dtype:
         values_c = q_c._reinterpret(T, [M, C], SHARED).load(WIDE)
         values_r = q_r._reinterpret(T, [M, R], SHARED).load(_NARROW)
-        q_c.store(_convert_queries(values_c, q_c.dtype))
-        q_r.store(_convert_queries(values_r, q_r.dtype))
+        q_c.index(0).store(_convert_queries(values_c, q_c.dtype))
+        q_r.index(0).store(_convert_queries(values_r, q_r.dtype))
 
 
 @gluon.jit
@@ -328,15 +328,15 @@ def _walk(
         zero = pair >> 30
         # Nothing is being multiplied here: the compiler orders products across a loop's end.
         zeros = gl.zeros([M, PAIR], gl.float32, _SCORES)
-        soon = _score(zeros, q_c, k_0.index(zero), 0, 128, False)
+        soon = _score(zeros, q_c.index(zero), k_0.index(zero), 0, 128, False)
         _widen(c_2, k_1.index(zero), 0)
-        soon = _score(soon, q_c, k_0.index(zero), 128, 128, True)
+        soon = _score(soon, q_c.index(zero), k_0.index(zero), 128, 128, True)
         _widen(c_3, k_1.index(zero), 1)
         _widen(r_0, k_r.index(zero), 0)
         _widen(r_1, k_r.index(zero), 1)
         hopper.fence_async_shared()
         synchronize()
-        soon = _score_second(soon, q_c, q_r, k_1.index(zero), k_r.index(zero))
+        soon = _score_second(soon, q_c.index(zero), q_r.index(zero), k_1.index(zero), k_r.index(zero))
         scores = hopper.warpgroup_mma_wait(0, deps=(soon,))
         scores = _compare(scores, tile * N, visible, all_visible, tops)
         synchronize()
