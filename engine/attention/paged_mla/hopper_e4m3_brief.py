@@ -321,9 +321,10 @@ def _walk(
         shared = k_r._reinterpret(gl.float16, [1, M, PAIR], SHARED).index(zero)
         shared.store(shares.to(gl.float16))
         hopper.fence_async_shared()
-        sums_0, sums_1 = _faded(sums_0, fade), _faded(sums_1, fade)
+        sums_0 = _faded(sums_0, fade)
         synchronize()
         soon_0 = hopper.warpgroup_mma(shared, k_0.index(zero), sums_0, is_async=True)
+        sums_1 = _faded(sums_1, fade)
         # A fence waits for what is under way, so here words are read, far before the next one.
         first = _read(latents, pitch, coming, left, 0, _FIRST)
         second = _read(latents, pitch, coming, left, _FIRST, C - _FIRST)

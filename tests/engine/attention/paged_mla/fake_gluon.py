@@ -280,7 +280,7 @@ def _pairwise(function: Any) -> Any:
     return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
 
 
-def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:
+def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, **_: Any) -> Any:
     at = torch.as_tensor(pointer.at)
     mask = torch.as_tensor(True if mask is None else mask).expand(at.shape)
     out = torch.full(at.shape, other, dtype=pointer.flat.dtype)
