@@ -352,6 +352,8 @@ def _walk(
         first = _read(latents, pitch, coming, left, 0, _FIRST)
         if MORE:
             rotated = _read(latents, pitch, coming, left, C, R)
+        if MORE == 2:
+            second = _read(latents, pitch, coming, left, _FIRST, C - _FIRST)
         synchronize()
         scores = hopper.warpgroup_mma_wait(0, deps=(soon,))
         scores = _compare(scores, tile * N, visible, all_visible, top, tops, steps)
@@ -365,7 +367,8 @@ def _walk(
         hopper.fence_async_shared()
         synchronize()
         soon_0 = hopper.warpgroup_mma(shared, k_0.index(zero), sums_0, is_async=True)
-        second = _read(latents, pitch, coming, left, _FIRST, C - _FIRST)
+        if MORE != 2:
+            second = _read(latents, pitch, coming, left, _FIRST, C - _FIRST)
         if not MORE:
             rotated = _read(latents, pitch, coming, left, C, R)
         coming = _find_rows(table, tile + 4, num_tiles - 2 * pair - 4, block_rows, BLOCK_TILES)
