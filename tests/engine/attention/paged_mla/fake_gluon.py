@@ -174,9 +174,7 @@ class Program:
         )
 
     def tma(self) -> SimpleNamespace:
-        def bring(
-            desc: Any, at: list[Any], bar: Barrier, target: Shared, pred: Any = True
-        ) -> None:
+        def bring(desc: Any, at: list[Any], bar: Barrier, target: Shared, pred: Any = True) -> None:
             if pred:
                 rows, columns = (int(index) for index in at)
                 height, width = desc.block
