@@ -1,13 +1,16 @@
 """The kernel for Hopper's tensor cores, latents in e4m3, widened while tensor cores multiply.
 
-The copy engine would bring bytes into shared memory, which leaves room for one widened tile:
-widening, scores and values would wait for one another. So threads read the next tile's bytes into
-registers, before this one's probabilities are computed, and write them as float16, which holds them
-exactly, to a second buffer while the tensor cores multiply this one's values. Probabilities take
-the place of the tile's last 64 columns. Queries are brought in where latents will be, and widened
-from there.
+A step is a pair of tiles: each group of warps makes the scores of one, so that queries are read
+from shared memory once for both, and half of the columns of all sums. Threads read the next pair's
+bytes into registers while the tensor cores multiply this one's values, and write them as float16,
+which holds them exactly, when the columns that they replace have been multiplied. Probabilities
+take the place of the pair's last 64 columns. Queries are brought in as they are, and converted in
+their place.
 
-Shared memory holds, in KiB: queries 72, two widened tiles 144.
+Sums fade only when some row's top has risen by much (`MOST`), as in FlashAttention-4: a weight may
+be larger than one until then, and the factor of each row is applied at the end.
+
+Shared memory holds, in KiB: queries 72, a widened pair of tiles 144.
 """
 
 from triton.experimental import gluon
@@ -34,11 +37,69 @@ from engine.attention.paged_mla.hopper_pieces import (
     synchronize,
 )
 
-_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))
-_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 256, 16]))
+PAIR = gl.constexpr(128)
+
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
+_SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
 _NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-# Sixteen bytes a thread, eight rows a warp: neither reading nor writing do threads meet in a bank.
-_BYTES = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [8, 1], [1, 0]))
+# Four words a thread, eight rows a warp: neither reading nor writing do threads meet in a bank.
+_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
+_FIRST = gl.constexpr(256)
+"""Columns of the first half of a tile; the second has as many, and R."""
+
+# Scores [64, 2, 64]: a group of warps has a tile.
+_GROUPS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0], [0, 1, 0]],
+        block_bases=[],
+        shape=[64, 2, 64],
+    )
+)
+# The same as [64, 2, 8, 4, 2]: what a thread holds of a row are the third and the last axis.
+_THREADS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 0, 1], [8, 0, 0, 0, 0],
+                   [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
+        lane_bases=[[0, 0, 0, 1, 0], [0, 0, 0, 2, 0],
+                    [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0, 0], [32, 0, 0, 0, 0], [0, 1, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 2, 8, 4, 2],
+    )
+)  # fmt: skip
+_WEIGHTS = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(4, _THREADS.value)))
+# A number of each group, [64, 2], both of them in each thread that has scores of the row.
+_BOTH = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0]],
+        lane_bases=[[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0], [0, 0]],
+        block_bases=[],
+        shape=[64, 2],
+    )
+)
+_TOPS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))
+# What a warp says, [4, 2], all of it in each thread.
+_ALL = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [1, 0], [2, 0]],
+        lane_bases=[[0, 0], [0, 0], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 0], [0, 0], [0, 0]],
+        block_bases=[],
+        shape=[4, 2],
+    )
+)
+MOST = gl.constexpr(8.0)
+"""Logarithm of the largest weight of a position, relative to a row's top when it was last moved."""
+
+_UNPACK = gl.constexpr(
+    """{ .reg .b16 low, high;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high; }"""
+)
 
 
 @gluon.jit(
@@ -52,10 +113,13 @@ def attend(
     BLOCK_TILES: gl.constexpr, ONE_QUERY: gl.constexpr,
 ):  # fmt: skip
     """Attend to latents in e4m3, rows of bytes `pitch` apart; see `hopper_kernel.attend`."""
-    q_c = gl.allocate_shared_memory(gl.float16, [M, C], SHARED)
-    q_r = gl.allocate_shared_memory(gl.float16, [M, R], SHARED)
-    k_c = gl.allocate_shared_memory(gl.float16, [2, N, C], SHARED)
-    k_r = gl.allocate_shared_memory(gl.float16, [2, N, R], SHARED)
+    q_c = gl.allocate_shared_memory(gl.float16, [1, M, C], SHARED)
+    q_r = gl.allocate_shared_memory(gl.float16, [1, M, R], SHARED)
+    k_0 = gl.allocate_shared_memory(gl.float16, [1, PAIR, _FIRST], SHARED)
+    k_1 = gl.allocate_shared_memory(gl.float16, [1, PAIR, C - _FIRST], SHARED)
+    k_r = gl.allocate_shared_memory(gl.float16, [1, PAIR, R], SHARED)
+    tops = gl.allocate_shared_memory(gl.float32, [M, 2], _TOPS)
+    steps = gl.allocate_shared_memory(gl.float32, [4, 2], _TOPS)
     bars = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(bars.index(0), count=1)
     hopper.fence_async_shared()
@@ -71,76 +135,103 @@ def attend(
         )
         table = tables + seq.to(gl.int64) * table_width
         row = first_query * num_heads + first_row
-        has_tiles = num_tiles > 0
-        _load_queries(
-            qc_desc, qr_desc, bars.index(0), num_pieces & 1, q_c, q_r, k_c, k_r, row, has_tiles
-        )
-        num_pieces += gl.where(has_tiles, 1, 0)
         rows = first_row + gl.arange(0, M, gl.SliceLayout(1, _SCORES))
-        visible = prefix + rows // num_heads + 1
-        sums = gl.zeros([M, C], gl.float32, _SUMS)
-        weights = gl.zeros([M, N], gl.float32, _SCORES)
+        # Behind `stop` positions are another part's, or nobody's.
+        visible = gl.minimum(prefix + rows // num_heads + 1, stop)
+        sums_0 = gl.zeros([M, _FIRST], gl.float32, _SUMS)
+        sums_1 = gl.zeros([M, _FIRST], gl.float32, _SUMS)
+        weights = gl.zeros([M, 2, 4], gl.float32, _WEIGHTS)
         top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, _SCORES))
         if num_tiles > 0:
-            sums, weights, top = _walk(
-                sums, weights, top, visible, scale, q_c, q_r, k_c, k_r,
-                latents, pitch, table, begin, num_tiles, stop, block_rows, BLOCK_TILES,
+            _bring_queries(qc_desc, qr_desc, bars.index(0), q_c, q_r, row)
+            sums_0, sums_1, weights, top = _walk(
+                sums_0, sums_1, weights, top, visible, scale, q_c, q_r, k_0, k_1, k_r, tops, steps,
+                bars.index(0), num_pieces & 1, qc_desc.dtype, latents, pitch, table,
+                begin, num_tiles, stop,
+                gl.minimum(prefix + first_row // num_heads + 1, stop), block_rows, BLOCK_TILES,
             )  # fmt: skip
+            num_pieces += 1
         place = find_slot(part, goes_on, first_row)
-        _finish(sums, weights, top, scale, k_c, num_rows, is_cut,
+        _finish(sums_0, sums_1, weights, top, scale, k_0, k_1, num_rows, is_cut,
                 out + row.to(gl.int64) * C, pieces + place * C, piece_logs + place)  # fmt: skip
 
 
 @gluon.jit
 def _convert_queries(x, dtype: gl.constexpr):
-    """Return queries in the type that is multiplied; float16 has less range than bfloat16."""
-    if x.dtype == dtype:
-        return x
-    else:
-        return gl.minimum(gl.maximum(x.to(gl.float32), -65504.0), 65504.0).to(dtype)
+    """Return queries in float16, which has less range than bfloat16."""
+    return gl.minimum(gl.maximum(x.to(gl.float32), -65504.0), 65504.0).to(dtype)
 
 
 @gluon.jit
-def _load_queries(qc_desc, qr_desc, bar, phase, q_c, q_r, k_c, k_r, row, pred):
-    """Bring a tile of queries to where latents will be, and from there, as float16, to its place.
-
-    Rows behind the sequence's are others', or zeros.
-    """
+def _bring_queries(qc_desc, qr_desc, bar, q_c, q_r, row):
+    """Have a tile of queries brought in; rows behind the sequence's are others', or zeros."""
     T: gl.constexpr = qc_desc.dtype
-    mbarrier.expect(bar, M * (C + R) * 2, pred=pred)
-    room = k_c.index(0)._reinterpret(T, [M, C], SHARED)
-    tma.async_copy_global_to_shared(qc_desc, [row, 0], bar, room, pred=pred)
-    room_r = k_r.index(0)._reinterpret(T, [M, R], SHARED)
-    tma.async_copy_global_to_shared(qr_desc, [row, C], bar, room_r, pred=pred)
-    mbarrier.wait(bar, phase, pred)
-    for quarter in gl.static_range(QUARTERS):
-        some = room.slice(quarter * COLUMNS, COLUMNS, dim=1).load(WIDE)
-        q_c.slice(quarter * COLUMNS, COLUMNS, dim=1).store(_convert_queries(some, q_c.dtype))
-    q_r.store(_convert_queries(room_r.load(_NARROW), q_c.dtype))
-    hopper.fence_async_shared()
-    synchronize()
+    mbarrier.expect(bar, M * (C + R) * 2)
+    room_c, room_r = q_c._reinterpret(T, [M, C], SHARED), q_r._reinterpret(T, [M, R], SHARED)
+    tma.async_copy_global_to_shared(qc_desc, [row, 0], bar, room_c)
+    tma.async_copy_global_to_shared(qr_desc, [row, C], bar, room_r)
 
 
 @gluon.jit
-def _start_scores(q_c, q_r, k_c, k_r):
-    """Begin to multiply queries and a tile of latents: [M, N], in two steps of the tensor cores."""
-    zeros = gl.zeros([M, N], gl.float32, _SCORES)
-    scores = hopper.warpgroup_mma(q_r, k_r.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    return hopper.warpgroup_mma(q_c, k_c.permute([1, 0]), scores, is_async=True)
+def _take_queries(bar, phase, T: gl.constexpr, q_c, q_r):
+    """Wait for queries, and make float16 of them."""
+    mbarrier.wait(bar, phase)
+    if q_c.dtype != T:
+        values_c = q_c._reinterpret(T, [M, C], SHARED).load(WIDE)
+        values_r = q_r._reinterpret(T, [M, R], SHARED).load(_NARROW)
+        q_c.index(0).store(_convert_queries(values_c, q_c.dtype))
+        q_r.index(0).store(_convert_queries(values_r, q_r.dtype))
 
 
 @gluon.jit
-def _weigh(scores, first, visible, top, weights, scale):
-    """Return weights of a tile's positions, what earlier ones fade by, and both running values."""
-    positions = first + gl.arange(0, N, gl.SliceLayout(0, _SCORES))
-    scores = gl.where(positions[None, :] < visible[:, None], scores, float("-inf"))
-    peak = gl.maximum(top, gl.max(scores, axis=1))
-    # A row that has seen nothing yet: -inf minus -inf would be NaN.
-    shift = gl.where(peak == float("-inf"), 0.0, peak) * scale
+def _score_second(scores, q_c, q_r, k_1, k_r):
+    """Begin to add the products of the second halves."""
+    q = q_c.slice(_FIRST, C - _FIRST, dim=1)
+    scores = hopper.warpgroup_mma(q, k_1.permute([1, 0]), scores, is_async=True)
+    return hopper.warpgroup_mma(q_r, k_r.permute([1, 0]), scores, is_async=True)
+
+
+@gluon.jit
+def _compare(scores, first, visible, all_visible, top, tops, steps):
+    """Return scores of what a row sees; write each group's largest, and how far a warp's rise."""
+    if first + PAIR > all_visible:
+        positions = first + gl.arange(0, PAIR, gl.SliceLayout(0, _SCORES))
+        scores = gl.where(positions[None, :] < visible[:, None], scores, float("-inf"))
+    peaks = gl.max(scores.reshape([M, 2, N]), axis=2)
+    tops.store(peaks)
+    here = gl.convert_layout(
+        top, gl.SliceLayout(1, gl.SliceLayout(2, _GROUPS)), assert_trivial=True
+    )
+    rise = gl.where(peaks == float("-inf"), peaks, peaks - here[:, None])
+    steps.store(gl.max(rise.reshape([4, 16, 2]), axis=1))
+    return scores
+
+
+@gluon.jit
+def _weigh(scores, top, weights, sums_0, sums_1, tops, steps, scale):
+    """Return weights of a pair's positions, and running values.
+
+    Rows' tops stay, and nothing fades, until one of them would rise by much.
+    """
+    rise = gl.max(gl.max(steps.load(_ALL), axis=1), axis=0)
+    if rise * scale > MOST:
+        peak = gl.max(tops.load(_BOTH), axis=1)
+        peak = gl.convert_layout(peak, gl.SliceLayout(1, _SCORES), assert_trivial=True)
+        peak = gl.maximum(top, peak)
+        # A row that has seen nothing yet: -inf minus -inf would be NaN.
+        shift = gl.where(peak == float("-inf"), 0.0, peak) * scale
+        fade = gl.exp2(top * scale - shift)
+        here = gl.convert_layout(
+            fade, gl.SliceLayout(1, gl.SliceLayout(2, _WEIGHTS)), assert_trivial=True
+        )
+        weights = weights * here[:, None, None]
+        sums_0, sums_1 = _faded(sums_0, fade), _faded(sums_1, fade)
+        top = peak
+    shift = gl.where(top == float("-inf"), 0.0, top) * scale
     shares = gl.exp2(scores * scale - shift[:, None])
-    fade = gl.exp2(top * scale - shift)
-    # Summed up over positions once, at the end: before, warps need not tell one another.
-    return shares, fade, peak, weights * fade[:, None] + shares
+    # A thread sums up what it holds: threads tell one another at the end.
+    weights += gl.sum(gl.sum(shares.reshape([M, 2, 8, 4, 2]), axis=4), axis=2)
+    return shares, top, weights, sums_0, sums_1
 
 
 @gluon.jit
@@ -150,91 +241,132 @@ def _faded(sums, fade):
 
 
 @gluon.jit
-def _finish(sums, weights, top, scale, room, num_rows, is_cut, out, piece, piece_logs):
+def _finish(
+    sums_0, sums_1, weights, top, scale, k_0, k_1, num_rows, is_cut, out, piece, piece_logs
+):  # fmt: skip
     """Write rows to the result, or, of a sequence that is cut, to its piece."""
-    factor, logs = sum_up(gl.sum(weights, axis=1), top, scale)
-    values = _faded(sums, factor)
+    weight = gl.convert_layout(gl.sum(gl.sum(weights, axis=2), axis=1), gl.SliceLayout(1, _SCORES))
+    factor, logs = sum_up(weight, top, scale)
+    sums_0, sums_1 = _faded(sums_0, factor), _faded(sums_1, factor)
     if is_cut:
         rows = gl.arange(0, M, gl.SliceLayout(1, _SCORES))
         gl.store(piece_logs + rows, logs, mask=rows < num_rows)
-        _write(room._reinterpret(gl.float32, [M, C], SHARED_32), values, num_rows, piece, WIDE_32)
+        whole = k_0._reinterpret(gl.float32, [M, _FIRST], SHARED_32)
+        _write(sums_0, whole, num_rows, piece, WIDE_32)
+        whole = k_1._reinterpret(gl.float32, [M, _FIRST], SHARED_32)
+        _write(sums_1, whole, num_rows, piece + _FIRST, WIDE_32)
     else:
         T: gl.constexpr = out.dtype.element_ty
-        _write(room.index(0)._reinterpret(T, [M, C], SHARED), values, num_rows, out, WIDE)
+        room = k_0._reinterpret(T, [2, M, _FIRST], SHARED).index(0)
+        _write(sums_0, room, num_rows, out, WIDE)
+        room = k_1._reinterpret(T, [2, M, _FIRST], SHARED).index(0)
+        _write(sums_1, room, num_rows, out + _FIRST, WIDE)
     # The next piece's queries are brought to where this one's rows are.
     hopper.fence_async_shared()
     synchronize()
 
 
 @gluon.jit
-def _write(room, values, num_rows, target, LAYOUT: gl.constexpr):
+def _write(values, room, num_rows, target, LAYOUT: gl.constexpr):
     room.store(values.to(room.dtype))
     synchronize()
-    for quarter in gl.static_range(QUARTERS):
+    for quarter in gl.static_range(QUARTERS // 2):
         some = room.slice(quarter * COLUMNS, COLUMNS, dim=1)
         copy_rows(some, num_rows, target + quarter * COLUMNS, LAYOUT)
 
 
 @gluon.jit
-def _read(source, pitch, num_kept, first_column: gl.constexpr, WIDTH: gl.constexpr):
-    """Return columns of a tile, zeros from row `num_kept` on."""
+def _find_rows(table, tile, num_left, block_rows, BLOCK_TILES: gl.constexpr):
+    """Return where a pair of tiles begins, of which `num_left` are there."""
+    first = gl.load(table + tile // BLOCK_TILES, mask=num_left > 0, other=0)
+    second = gl.load(table + (tile + 1) // BLOCK_TILES, mask=num_left > 1, other=0)
+    first = first * block_rows + tile % BLOCK_TILES * N
+    return first, second * block_rows + (tile + 1) % BLOCK_TILES * N
+
+
+@gluon.jit
+def _read(latents, pitch, rows, num_kept, first_column: gl.constexpr, WIDTH: gl.constexpr):
+    """Return columns of a pair of tiles, four to a word, zeros from row `num_kept` on."""
     # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN.
-    rows = gl.arange(0, N, gl.SliceLayout(1, _BYTES))[:, None]
-    columns = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, _BYTES))[None, :]
-    return gl.load(source + rows * pitch + columns, mask=rows < num_kept, other=0)
+    words, pitch = latents.to(gl.pointer_type(gl.int32), bitcast=True), pitch // 4
+    first, second = rows
+    here = gl.arange(0, PAIR, gl.SliceLayout(1, _WORDS))
+    starts = (gl.where(here < N, first, second - N) + here).to(gl.int64) * pitch
+    columns = first_column // 4 + gl.arange(0, WIDTH // 4, gl.SliceLayout(0, _WORDS))
+    return gl.load(
+        words + starts[:, None] + columns[None, :], mask=(here < num_kept)[:, None], other=0
+    )
 
 
 @gluon.jit
-def _find_block(table, tile, is_there, BLOCK_TILES: gl.constexpr):
-    return gl.load(table + tile // BLOCK_TILES, mask=is_there, other=0)
-
-
-@gluon.jit
-def _find_tile(latents, pitch, block, tile, block_rows, BLOCK_TILES: gl.constexpr):
-    return latents + (block.to(gl.int64) * block_rows + tile % BLOCK_TILES * N) * pitch
-
-
-@gluon.jit
-def _widen(bits, wide):
-    """Write bytes of e4m3 as float16, which holds them exactly."""
-    wide.store(bits.to(gl.float8e4nv, bitcast=True).to(gl.float16))
+def _widen(words, wide):
+    """Write words of four e4m3 as float16, which holds them exactly."""
+    low, high = gl.inline_asm_elementwise(
+        _UNPACK, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    width: gl.constexpr = wide.shape[1] // 2
+    pairs = wide._reinterpret(gl.int32, [PAIR, width], SHARED_32)
+    pairs.store(gl.join(low, high).reshape([PAIR, width]))
 
 
 @gluon.jit
 def _walk(
-    sums, weights, top, visible, scale, q_c, q_r, k_c, k_r,
-    latents, pitch, table, begin, num_tiles, stop, block_rows, BLOCK_TILES: gl.constexpr,
+    sums_0, sums_1, weights, top, visible, scale, q_c, q_r, k_0, k_1, k_r, tops, steps,
+    bar, phase, T: gl.constexpr, latents, pitch, table, begin, num_tiles, stop, all_visible,
+    block_rows, BLOCK_TILES: gl.constexpr,
 ):  # fmt: skip
     """Attend to a piece's tiles, of which there is at least one."""
-    block = _find_block(table, begin, True, BLOCK_TILES)
-    source = _find_tile(latents, pitch, block, begin, block_rows, BLOCK_TILES)
-    _widen(_read(source, pitch, stop - begin * N, 0, C), k_c.index(0))
-    _widen(_read(source, pitch, stop - begin * N, C, R), k_r.index(0))
+    rows = _find_rows(table, begin, num_tiles, block_rows, BLOCK_TILES)
+    first = _read(latents, pitch, rows, stop - begin * N, 0, _FIRST)
+    second = _read(latents, pitch, rows, stop - begin * N, _FIRST, C - _FIRST)
+    rotated = _read(latents, pitch, rows, stop - begin * N, C, R)
+    coming = _find_rows(table, begin + 2, num_tiles - 2, block_rows, BLOCK_TILES)
+    _take_queries(bar, phase, T, q_c, q_r)
+    _widen(first, k_0.index(0))
     hopper.fence_async_shared()
     synchronize()
-    block = _find_block(table, begin + 1, num_tiles > 1, BLOCK_TILES)
-    for count in range(num_tiles):
-        tile, slot, following = begin + count, count % 2, (count + 1) % 2
-        scores_soon = _start_scores(q_c, q_r, k_c.index(slot), k_r.index(slot))
-        # Bytes arrive while scores are made: the fence below would wait for what is under way. The
-        # barrier keeps the compiler from reading later.
-        source = _find_tile(latents, pitch, block, tile + 1, block_rows, BLOCK_TILES)
-        bits_c = _read(source, pitch, stop - (tile + 1) * N, 0, C)
-        bits_r = _read(source, pitch, stop - (tile + 1) * N, C, R)
-        block = _find_block(table, tile + 2, count + 2 < num_tiles, BLOCK_TILES)
-        synchronize()
-        scores = hopper.warpgroup_mma_wait(0, deps=(scores_soon,))
-        shares, fade, top, weights = _weigh(scores, tile * N, visible, top, weights, scale)
-        synchronize()  # all warps have read the columns that weights replace
-        k_r.index(slot).store(shares.to(gl.float16))
+    for pair in range((num_tiles + 1) // 2):
+        tile = begin + 2 * pair
+        left = stop - (tile + 2) * N
+        # Always 0, which the compiler does not know: it would keep the addresses of all
+        # operands in registers, of which there are not enough.
+        zero = pair >> 30
+        # Nothing is being multiplied here: the compiler orders products across a loop's end.
+        zeros = gl.zeros([M, PAIR], gl.float32, _SCORES)
+        soon = hopper.warpgroup_mma(
+            q_c.index(zero).slice(0, _FIRST, dim=1), k_0.index(zero).permute([1, 0]), zeros,
+            use_acc=False, is_async=True,
+        )  # fmt: skip
+        _widen(second, k_1.index(zero))
+        _widen(rotated, k_r.index(zero))
         hopper.fence_async_shared()
-        sums = _faded(sums, fade)
         synchronize()
-        sums_soon = hopper.warpgroup_mma(k_r.index(slot), k_c.index(slot), sums, is_async=True)
+        soon = _score_second(
+            soon, q_c.index(zero), q_r.index(zero), k_1.index(zero), k_r.index(zero)
+        )
+        scores = hopper.warpgroup_mma_wait(0, deps=(soon,))
+        scores = _compare(scores, tile * N, visible, all_visible, top, tops, steps)
+        synchronize()
+        shares, top, weights, sums_0, sums_1 = _weigh(
+            scores, top, weights, sums_0, sums_1, tops, steps, scale
+        )
+        # All warps have read the columns that weights replace.
+        shared = k_r._reinterpret(gl.float16, [1, M, PAIR], SHARED).index(zero)
+        shared.store(shares.to(gl.float16))
+        hopper.fence_async_shared()
+        synchronize()
+        soon_0 = hopper.warpgroup_mma(shared, k_0.index(zero), sums_0, is_async=True)
+        # A fence waits for what is under way, so here words are read, far before the next one.
+        first = _read(latents, pitch, coming, left, 0, _FIRST)
+        second = _read(latents, pitch, coming, left, _FIRST, C - _FIRST)
+        rotated = _read(latents, pitch, coming, left, C, R)
+        coming = _find_rows(table, tile + 4, num_tiles - 2 * pair - 4, block_rows, BLOCK_TILES)
+        soon_1 = hopper.warpgroup_mma(shared, k_1.index(zero), sums_1, is_async=True)
+        sums_0 = hopper.warpgroup_mma_wait(1, deps=(soon_0,))
+        synchronize()
         # Zeros behind the last tile, which nobody reads.
-        _widen(bits_c, k_c.index(following))
-        _widen(bits_r, k_r.index(following))
+        _widen(first, k_0.index(zero))
         hopper.fence_async_shared()
-        sums = hopper.warpgroup_mma_wait(0, deps=(sums_soon,))
+        sums_1 = hopper.warpgroup_mma_wait(0, deps=(soon_1,))
         synchronize()
-    return sums, weights, top
+    return sums_0, sums_1, weights, top

@@ -18,8 +18,8 @@ from engine.formats.triton_gemm.limits import RESERVED_SHARED_MEMORY, DeviceLimi
 WIDE_ROWS: Final = 64
 """From which on Hopper's tensor cores read shared memory."""
 
-HOPPER_SHARED_MEMORY: Final = 221_736
-"""Bytes that the kernels for Hopper take, as Triton 3.8 compiles them."""
+HOPPER_SHARED_MEMORY: Final = 222_248
+"""Bytes that the kernels for Hopper take, as Triton 3.6 and 3.8 compile them, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ def modules(*names: str) -> list[Any]:
     return [importlib.import_module(f"engine.attention.paged_mla.{name}") for name in names]
 
 
-def attend(case: PagedCase, num_places: int) -> Tensor:
+def attend(case: PagedCase, num_places: int, scale: float = SCALE) -> Tensor:
     """Attend in as many parts as a GPU of so many multiprocessors would; merge by hand."""
     is_fp8 = case.cache.dtype == torch.float8_e4m3fn
     found = modules("hopper_pieces", "hopper_e4m3" if is_fp8 else "hopper_kernel")
@@ -57,7 +57,7 @@ def attend(case: PagedCase, num_places: int) -> Tensor:
         found, grid,
         *latents,
         *q, case.block_tables, case.seq_lens, case.cu_seqlens_q, torch.from_numpy(table),
-        out, pieces, logs, num_heads, SCALE * LOG2_E, case.cache.stride(0) // (RANK + ROPE),
+        out, pieces, logs, num_heads, scale * LOG2_E, case.cache.stride(0) // (RANK + ROPE),
         case.block_tables.shape[1],
         BLOCK_TILES=case.cache.shape[1] // TILE, ONE_QUERY=case.max_queries == 1,
     )  # fmt: skip
@@ -81,6 +81,22 @@ def merge(
         out[starts[seq] : starts[seq + 1]] = rows.view(queries, num_heads, RANK)
 
 
+def draw(
+    lengths: list[tuple[int, int]], num_heads: int, pool_dtype: torch.dtype, block_size: int
+) -> PagedCase:
+    """Draw queries in bfloat16 for latents in e4m3, which have a type of their own."""
+    return draw_case(
+        lengths,
+        num_heads=num_heads,
+        rank=RANK,
+        rope=ROPE,
+        dtype=torch.float16 if pool_dtype == torch.float16 else torch.bfloat16,
+        pool_dtype=pool_dtype,
+        block_size=block_size,
+        device=torch.device("cpu"),
+    )
+
+
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("num_heads", [16, 128])
 @pytest.mark.parametrize("pool_dtype", [torch.float16, torch.float8_e4m3fn], ids=["16", "e4m3"])
@@ -88,16 +104,16 @@ def merge(
 def test_every_tile_is_there_when_it_is_used(
     lengths: list[tuple[int, int]], num_heads: int, pool_dtype: torch.dtype, block_size: int
 ) -> None:
-    case = draw_case(
-        lengths,
-        num_heads=num_heads,
-        rank=RANK,
-        rope=ROPE,
-        dtype=torch.float16,
-        pool_dtype=pool_dtype,
-        block_size=block_size,
-        device=torch.device("cpu"),
-    )
+    case = draw(lengths, num_heads, pool_dtype, block_size)
     expected = attend_exactly(case, RANK, SCALE)
     for num_places in (1, 5, 13):
         assert relative_error(attend(case, num_places), expected) < 2e-3
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float16, torch.float8_e4m3fn], ids=["16", "e4m3"])
+@pytest.mark.parametrize("scale", [1e-4, 0.3, 3.0])
+def test_tops_of_rows_rise_by_little_or_much(pool_dtype: torch.dtype, scale: float) -> None:
+    case = draw([(1, 1500), (2, 260)], 16, pool_dtype, 64)
+    expected = attend_exactly(case, RANK, scale)
+    for num_places in (1, 5):
+        assert relative_error(attend(case, num_places, scale), expected) < 2e-3
