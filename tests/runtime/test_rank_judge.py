@@ -37,16 +37,9 @@ def test_ranks_that_wander_give_no_alarm() -> None:
     assert alarms == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "wander",
-    [
-        pytest.param(0.012, marks=pytest.mark.soak),
-        WANDER,
-        pytest.param(0.03, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("wander", [0.012, WANDER, 0.03])
 def test_ranks_that_wander_for_an_hour_give_no_alarm(wander: float) -> None:
     assert quiet(LOOKS, 4, replace(AS_RECORDED, wander=wander), seed=21)[1] == 0
 

@@ -80,7 +80,7 @@ def rows(tmp_path: Path, *lines: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_text_is_that_of_experts_that_stand(tmp_path: Path) -> None:
     log, on = tmp_path / "log.npz", "--set decode.rebalance_experts=on"
