@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
@@ -62,6 +63,25 @@ async def ask_until_found(
             return why
 
 
+async def ask_of_one_holder(
+    session: aiohttp.ClientSession,
+) -> tuple[list[int], dict[str, Any]]:
+    """Return a prompt whose blocks are at one worker alone, as the index says, and why there.
+
+    Where events are late, or the worker is busy, asking again brings it to the other one, too: then
+    another prompt is asked.
+    """
+    for seed in range(20):
+        prompt = text(seed, 5 * BLOCK)
+        first = (await ask(session, prompt))[2]
+        await asyncio.sleep(0.1 * seed)
+        _, _, why = await ask(session, prompt)
+        is_found = why["best_prefill_blocks"] >= 4 and why["best_prefill"] == first["prefill"]
+        if is_found and why["prefill"] == first["prefill"]:
+            return prompt, first
+    raise AssertionError(f"no event comes within two seconds: {why}")
+
+
 def text(seed: int, num_tokens: int) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(300, 4000) for _ in range(num_tokens)]
@@ -95,10 +115,7 @@ async def test_a_conversation_goes_back_to_the_worker_that_has_its_kv(tmp_path: 
 async def test_the_blocks_of_a_killed_worker_leave_the_index(tmp_path: Path) -> None:
     with Cluster(by_prefix(), tmp_path) as cluster:
         async with aiohttp.ClientSession(cluster.base_url) as session:
-            prompt = text(1, 5 * BLOCK)
-            first = (await ask(session, prompt))[2]
-            why = await ask_until_found(session, prompt, 4)
-            assert why["best_prefill"] == why["prefill"] == first["prefill"]
+            prompt, first = await ask_of_one_holder(session)
             cluster.kill(first["prefill"])
             cluster.wait_workers(2)
             output, _, why = await ask(session, prompt)
