@@ -16,17 +16,11 @@ from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
 from engine.parallel.nvlink.buffer import ReceivedRows
 from engine.parallel.nvlink.records import DISPATCH
 from engine.parallel.nvlink.shape import LINE, UNITS, NvlinkShape
-from engine.parallel.nvlink.signals import await_all, record_of, signal
+from engine.parallel.nvlink.signals import await_all, pointer, record_of, signal
 from engine.parallel.nvlink.window import Window
 
 RECEIVERS = 512
 """Programs of a receive, about: four of four warps on each multiprocessor of a large GPU."""
-
-
-@triton.jit
-def _pointer(address, dtype: tl.constexpr):
-    """Return an address, of which 16 is a divisor, as a pointer."""
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
@@ -53,9 +47,9 @@ def _send_row(
         peer = (rank + j) % R
         is_hit = ((hits >> peer) & 1) == 1
         place = tl.load(bases + peer) + half + ROWS + slot * ROW_BYTES
-        tl.store(_pointer(place, tl.int32) + columns, row, mask=(columns < SIZE) & is_hit)
+        tl.store(pointer(place, tl.int32) + columns, row, mask=(columns < SIZE) & is_hit)
         place += SIZE * 4
-        tl.store(_pointer(place, tl.float32) + groups, scale, mask=(groups < GROUPS) & is_hit)
+        tl.store(pointer(place, tl.float32) + groups, scale, mask=(groups < GROUPS) & is_hit)
 
 
 @triton.jit
@@ -162,7 +156,7 @@ def _receive_rows(
     record = record_of(ring, number, is_first, R, SLOTS)
     await_all(base, number, record, KIND, R, LINE, UNITS, SECONDS, SLOTS)
     experts = tl.arange(0, L2)
-    tallies = _pointer(half, tl.int32)
+    tallies = pointer(half, tl.int32)
     before = tl.zeros([L2], tl.int32)
     total = tl.zeros([L2], tl.int32)
     for other in tl.static_range(R):
@@ -182,7 +176,7 @@ def _receive_rows(
         slot = source * T + token
         # What lies beyond a rank's tokens is of an older transfer.
         is_pair = (lanes < K) & (token < num_tokens)
-        route = _pointer(half + ROUTES, tl.int32) + slot * (2 * K) + lanes
+        route = pointer(half + ROUTES, tl.int32) + slot * (2 * K) + lanes
         place = tl.load(route, mask=is_pair, other=-1)
         weight = tl.load(route + K, mask=is_pair, other=0).to(tl.float32, bitcast=True)
         is_here = place >= 0
@@ -194,8 +188,8 @@ def _receive_rows(
         tl.store(weights + slot * K + lanes, tl.where(is_here, weight, 0.0), mask=lanes < K)
         if tl.max(row, axis=0) >= 0:
             packed = half + ROWS + slot.to(tl.int64) * ROW_BYTES
-            values = tl.load(_pointer(packed, tl.int32) + columns, mask=columns < SIZE)
-            scale = tl.load(_pointer(packed + SIZE * 4, tl.float32) + groups, mask=groups < GROUPS)
+            values = tl.load(pointer(packed, tl.int32) + columns, mask=columns < SIZE)
+            scale = tl.load(pointer(packed + SIZE * 4, tl.float32) + groups, mask=groups < GROUPS)
             for k in tl.static_range(K):
                 one = tl.sum(tl.where(lanes == k, row, 0), axis=0).to(tl.int64)
                 target = out + one * SIZE + columns

@@ -6,7 +6,6 @@ Compiled by Triton, and imported only where that is installed.
 from typing import Final
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.parallel.nvlink.all_gather import GatherShape, Lane
 from engine.parallel.nvlink.reduce_scatter import ReduceShape
 from engine.parallel.nvlink.shape import LINE, UNITS
-from engine.parallel.nvlink.signals import await_all, record_of, signal
+from engine.parallel.nvlink.signals import await_all, pointer, record_of, signal
 from engine.parallel.nvlink.window import Window
 
 COPIED: Final = 8192
@@ -29,12 +28,6 @@ SUMMED: Final = (1024, 4096)
 
 MANY: Final = 1 << 20
 """Numbers of a rank's share from which on there are many: 146 rows of 7,168."""
-
-
-@triton.jit
-def _pointer(address):
-    """Return an address, of which 16 is a divisor, as a pointer to bfloat16."""
-    return tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
 
 
 @launched("rank", "num_rows")
@@ -55,7 +48,7 @@ def _send_shares(
     share = num_rows.to(tl.int64) * D
     source = partial + owner * share
     place = base + HALVES + (number % 2) * HALF + rank.to(tl.int64) * SLOT
-    target = _pointer(place)
+    target = pointer(place, tl.bfloat16)
     columns = tl.arange(0, C)
     num_copied = tl.where(owner == rank, 0, share)
     for first in range(program * C, num_copied, STEP * C):
@@ -88,7 +81,7 @@ def _receive_shares(
     mine = partial.to(tl.int64) + rank * share * 2
     for source in tl.static_range(R):
         place = tl.where(source == rank, mine, half + source * SLOT)
-        total += tl.load(_pointer(place) + columns, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(pointer(place, tl.bfloat16) + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + columns, total.to(out.dtype.element_ty), mask=mask)
     if program == 0:
         tl.store(state, number)
@@ -113,7 +106,7 @@ def _send_rows(
         words = tl.load(rows + begin + columns, mask=mask)
         for step in tl.static_range(R):
             place = tl.load(bases + (rank + 1 + step) % R) + offset
-            target = tl.multiple_of(place.to(tl.pointer_type(tl.int32)), 16)
+            target = pointer(place, tl.int32)
             tl.store(target + begin + columns, words, mask=mask)
     for step in tl.static_range(R):
         peer = tl.load(bases + (rank + 1 + step) % R)

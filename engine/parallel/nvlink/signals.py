@@ -88,6 +88,12 @@ _RECORDED = tl.constexpr(_BEGIN + _RECORD + _WAIT)
 
 
 @triton.jit
+def pointer(address, dtype: tl.constexpr):
+    """Return an address in somebody's buffer, of which 16 is a divisor, as a pointer."""
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def record_of(ring, number, is_told, NUM_RANKS: tl.constexpr, SLOTS: tl.constexpr):
     """Return the address of a transfer's record, int64; 0 for a program that writes none.
 

@@ -4,7 +4,6 @@ Compiled by Triton, and imported only where that is installed.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.parallel.nvlink.buffer import ReceivedRows
 from engine.parallel.nvlink.records import COMBINE
 from engine.parallel.nvlink.shape import LINE, UNITS, NvlinkShape
-from engine.parallel.nvlink.signals import await_all, record_of, signal
+from engine.parallel.nvlink.signals import await_all, pointer, record_of, signal
 from engine.parallel.nvlink.window import Window
 
 SENDERS = 512
@@ -21,12 +20,6 @@ SENDERS = 512
 
 COLUMNS = 2048
 """Columns of one program of a receive."""
-
-
-@triton.jit
-def _pointer(address, dtype: tl.constexpr):
-    """Return an address, of which 16 is a divisor, as a pointer."""
-    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
 
 
 @launched("rank")
@@ -59,7 +52,7 @@ def _send_sums(
                 part = tl.load(out + row * D + columns, mask=(columns < D) & (row >= 0), other=0.0)
                 total += part.to(tl.float32) * weight
             place = half + (rank * T + token).to(tl.int64) * (2 * D)
-            target = _pointer(place, tl.bfloat16) + columns
+            target = pointer(place, tl.bfloat16) + columns
             tl.store(target, total.to(tl.bfloat16), mask=columns < D)
     signal(base, rank, number, owner >= 0, UNITS // STEP, LINE)
 
@@ -95,7 +88,7 @@ def _receive_sums(
     for source in tl.static_range(R):
         place = half + (source * T + token).to(tl.int64) * (2 * D)
         is_hit = ((hits >> source) & 1) == 1
-        part = tl.load(_pointer(place, tl.bfloat16) + columns, mask=mask & is_hit, other=0.0)
+        part = tl.load(pointer(place, tl.bfloat16) + columns, mask=mask & is_hit, other=0.0)
         total += part.to(tl.float32)
     tl.store(out + wide + columns, total.to(out.dtype.element_ty), mask=mask)
     if is_first:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,6 +21,14 @@ from engine.parallel.nvlink.window import Window
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+def begin_afresh() -> None:
+    """Skip where kernels cannot run; other inputs in every run."""
+    pytest.importorskip("triton")
+    if not IS_INTERPRETED and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
+    torch.seed()
 
 
 def kernels(name: str) -> Any:

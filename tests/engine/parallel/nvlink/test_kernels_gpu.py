@@ -20,6 +20,7 @@ from tests.engine.parallel.nvlink.one_device import (
     IS_INTERPRETED,
     OneDevice,
     Tokens,
+    begin_afresh,
     draw_out,
     draw_tokens,
     expected_places,
@@ -40,10 +41,7 @@ HIDDEN = 256 if IS_INTERPRETED else 7168
 
 @pytest.fixture(autouse=True)
 def _device(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    if not IS_INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
-    torch.seed()  # fresh inputs every run
+    begin_afresh()
     if IS_INTERPRETED:  # as few programs as show how they share the work
         for name in ("rows", "sums"):
             monkeypatch.setattr(kernels(name), "UNITS", 4)

@@ -14,7 +14,13 @@ from torch import Tensor
 from engine.parallel.nvlink.all_gather import GatherShape, Lane, NvlinkAllGather
 from engine.parallel.nvlink.reduce_scatter import ReduceShape
 from engine.parallel.nvlink.window import Window
-from tests.engine.parallel.nvlink.one_device import DEVICE, IS_INTERPRETED, Poisoned, kernels
+from tests.engine.parallel.nvlink.one_device import (
+    DEVICE,
+    IS_INTERPRETED,
+    Poisoned,
+    begin_afresh,
+    kernels,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -25,10 +31,7 @@ LARGE = [(4, 16), (4, 1024), (8, 300)]
 
 @pytest.fixture(autouse=True)
 def _device(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    if not IS_INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
-    torch.seed()  # fresh inputs every run
+    begin_afresh()
     if IS_INTERPRETED:  # as few programs as show how they share the work
         module = kernels("share_kernels")
         monkeypatch.setattr(module, "UNITS", 4)
