@@ -111,10 +111,15 @@ class NvlinkShape:
         return self.routes + round_up(8 * self.top_k * self.num_slots)
 
     @property
+    def slot_bytes(self) -> int:
+        """Of one rank's sums in a half."""
+        return 2 * self.max_tokens_per_rank * self.hidden_size
+
+    @property
     def half_bytes(self) -> int:
         """Of one half."""
         dispatched = self.rows + self.num_slots * self.row_bytes
-        combined = self.num_slots * 2 * self.hidden_size
+        combined = self.num_ranks * self.slot_bytes
         return round_up(max(dispatched, combined))
 
     @property

@@ -1,7 +1,15 @@
-"""The two kernels of a combine, in Triton; see the package.
+"""The two kernels that bring experts' results home as sums, in Triton; see the package.
+
+Of decode's combine, and of sums over ranks that share heads: a sum of a token's weighted rows is
+made where it is sent, and a rank that has none of its experts sends nothing for it.
+
+Legend: R ranks, t tokens of a rank, P tokens of all of them, K experts per token, M rows of this
+rank's experts, D hidden size.
 
 Compiled by Triton, and imported only where that is installed.
 """
+
+from typing import Protocol, TypeVar
 
 import torch
 import triton.language as tl
@@ -9,9 +17,8 @@ from torch import Tensor
 
 from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
-from engine.parallel.nvlink.buffer import ReceivedRows
 from engine.parallel.nvlink.records import COMBINE
-from engine.parallel.nvlink.shape import LINE, UNITS, NvlinkShape
+from engine.parallel.nvlink.shape import LINE, UNITS
 from engine.parallel.nvlink.signals import await_all, pointer, record_of, signal
 from engine.parallel.nvlink.window import Window
 
@@ -22,11 +29,43 @@ COLUMNS = 2048
 """Columns of one program of a receive."""
 
 
-@launched("rank")
+class SumShape(Protocol):
+    """The sizes of an exchange by which sums travel."""
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        ...
+
+    @property
+    def halves(self) -> int:
+        """Bytes before the half of even transfers."""
+        ...
+
+    @property
+    def half_bytes(self) -> int:
+        """Of one half."""
+        ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one rank's sums in a half."""
+        ...
+
+
+ShapeT = TypeVar("ShapeT", bound=SumShape)
+
+
+@launched("rank", "num_tokens")
 def _send_sums(
     out, places, weights, bases, state,
-    rank,
-    R: tl.constexpr, T: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALVES: tl.constexpr,
+    rank, num_tokens,
+    R: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr, HALVES: tl.constexpr,
     HALF: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr, STEP: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
@@ -39,8 +78,8 @@ def _send_sums(
     base = tl.load(bases + owner)
     half = base + HALVES + (number % 2) * HALF
     columns = tl.arange(0, C)
-    for token in range(program, T, STEP):
-        slot = owner * T + token
+    for token in range(program, num_tokens, STEP):
+        slot = owner * num_tokens + token
         last = tl.cast(-1, tl.int32)
         for k in tl.static_range(K):
             last = tl.maximum(last, tl.load(places + slot * K + k))
@@ -48,10 +87,11 @@ def _send_sums(
             total = tl.zeros([C], tl.float32)
             for k in tl.static_range(K):
                 row = tl.load(places + slot * K + k).to(tl.int64)
-                weight = tl.load(weights + slot * K + k)
+                # Weights of pairs without a row may be anything, NaN included.
+                weight = tl.load(weights + slot * K + k, mask=row >= 0, other=0.0)
                 part = tl.load(out + row * D + columns, mask=(columns < D) & (row >= 0), other=0.0)
                 total += part.to(tl.float32) * weight
-            place = half + (rank * T + token).to(tl.int64) * (2 * D)
+            place = half + rank.to(tl.int64) * SLOT + tl.cast(token, tl.int64) * (2 * D)
             target = pointer(place, tl.bfloat16) + columns
             tl.store(target, total.to(tl.bfloat16), mask=columns < D)
     signal(base, rank, number, owner >= 0, UNITS // STEP, LINE)
@@ -61,7 +101,7 @@ def _send_sums(
 def _receive_sums(
     ids, own, out, bases, state, ring,
     rank, num_tokens,
-    R: tl.constexpr, L: tl.constexpr, T: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    R: tl.constexpr, L: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SLOT: tl.constexpr,
     HALVES: tl.constexpr, HALF: tl.constexpr, LINE: tl.constexpr, UNITS: tl.constexpr,
     C: tl.constexpr, HAS_OWN: tl.constexpr, SECONDS: tl.constexpr, SLOTS: tl.constexpr,
     KIND: tl.constexpr,
@@ -86,7 +126,7 @@ def _receive_sums(
     record = record_of(ring, number, is_first, R, SLOTS)
     await_all(base, number, record, KIND, R, LINE, UNITS, SECONDS, SLOTS)
     for source in tl.static_range(R):
-        place = half + (source * T + token).to(tl.int64) * (2 * D)
+        place = half + source * SLOT + token.to(tl.int64) * (2 * D)
         is_hit = ((hits >> source) & 1) == 1
         part = tl.load(pointer(place, tl.bfloat16) + columns, mask=mask & is_hit, other=0.0)
         total += part.to(tl.float32)
@@ -95,63 +135,80 @@ def _receive_sums(
         tl.store(state, number)
 
 
-def send_sums(window: Window[NvlinkShape], out_LMD: Tensor, received: ReceivedRows) -> None:
+def send_sums(
+    window: Window[ShapeT], out_MD: Tensor, places_PK: Tensor, weights_PK: Tensor
+) -> None:
     """Write each token's sum over this rank's experts, weighted, into its owner's buffer.
 
     Args:
         window: of this rank.
-        out_LMD: [L, M, D] bfloat16, contiguous; the experts' output.
-        received: by the dispatch.
+        out_MD: [M, D] bfloat16, contiguous; the experts' output.
+        places_PK: [R * t, K] int32, contiguous; the row of each pair, -1 where there is none.
+        weights_PK: [R * t, K] float32, contiguous; anything where there is no row.
     """
     shape = window.shape
-    wanted = (shape.num_local_experts, shape.rows_per_expert, shape.hidden_size)
+    size = shape.hidden_size
     require(
-        out_LMD.shape == wanted and out_LMD.is_contiguous() and out_LMD.dtype == torch.bfloat16,
+        out_MD.shape[1:] == (size,) and out_MD.is_contiguous() and out_MD.dtype == torch.bfloat16,
         "experts' output",
-        (tuple(out_LMD.shape), out_LMD.stride(), out_LMD.dtype),
-        f"contiguous {wanted} in bfloat16 is wanted",
+        (tuple(out_MD.shape), out_MD.stride(), out_MD.dtype),
+        f"contiguous rows of {size} in bfloat16 are wanted",
     )
-    step = min(UNITS, SENDERS // next_power_of_2(shape.num_ranks))
+    (num_pairs, top_k), num_tokens = places_PK.shape, places_PK.shape[0] // shape.num_ranks
+    require(
+        num_pairs == num_tokens * shape.num_ranks
+        and num_tokens * 2 * size <= shape.slot_bytes
+        and weights_PK.shape == places_PK.shape
+        and places_PK.is_contiguous()
+        and weights_PK.is_contiguous(),
+        "places of rows",
+        (tuple(places_PK.shape), places_PK.stride(), weights_PK.stride()),
+        f"contiguous, as many for each of {shape.num_ranks} ranks as there is room for",
+    )
+    programs = min(UNITS, SENDERS // next_power_of_2(shape.num_ranks))
+    step = min(programs, next_power_of_2(max(1, num_tokens)))
     _send_sums(
         (step, shape.num_ranks),
-        (out_LMD, received.places.rows_TK, received.weights, window.bases, window.state),
+        (out_MD, places_PK, weights_PK, window.bases, window.state),
         (),
-        (window.rank,),
+        (window.rank, num_tokens),
         (
             shape.num_ranks,
-            shape.max_tokens_per_rank,
-            shape.top_k,
-            shape.hidden_size,
+            top_k,
+            size,
+            shape.slot_bytes,
             shape.halves,
             shape.half_bytes,
             LINE,
             UNITS,
             step,
-            next_power_of_2(shape.hidden_size),
+            next_power_of_2(size),
         ),
         num_warps=8,
     )
 
 
-def receive_sums(window: Window[NvlinkShape], ids_TK: Tensor, own_TD: Tensor | None) -> Tensor:
-    """Wait for all ranks' sums, and add them up in float32, with `own_TD`.
+def receive_sums(
+    window: Window[ShapeT], ids_TK: Tensor, own_TD: Tensor | None, *, num_local_experts: int
+) -> Tensor:
+    """Wait for all ranks' sums, and add them up in float32 in the order of ranks, with `own_TD`.
 
     Args:
         window: of this rank.
-        ids_TK: of the dispatch, [., K] int64 contiguous.
-        own_TD: [., D] bfloat16 or None.
+        ids_TK: [t, K] int64 or int32, contiguous; the experts of this rank's tokens, -1 for none.
+        own_TD: [t, D] bfloat16 or None.
+        num_local_experts: of each rank.
 
     Returns:
-        [., D] bfloat16.
+        [t, D] bfloat16.
     """
-    shape, num_tokens = window.shape, ids_TK.shape[0]
+    shape, (num_tokens, top_k) = window.shape, ids_TK.shape
     size = shape.hidden_size
-    most = shape.max_tokens_per_rank
     require(
-        num_tokens <= most and ids_TK.shape[1] == shape.top_k and ids_TK.is_contiguous(),
+        num_tokens * 2 * size <= shape.slot_bytes and ids_TK.is_contiguous(),
         "routing",
         (tuple(ids_TK.shape), ids_TK.stride()),
-        f"at most {most} tokens of {shape.top_k} experts, contiguous, are wanted",
+        f"contiguous, at most {shape.slot_bytes // (2 * size)} tokens",
     )
     require(
         own_TD is None or own_TD.shape == (num_tokens, size),
@@ -169,10 +226,10 @@ def receive_sums(window: Window[NvlinkShape], ids_TK: Tensor, own_TD: Tensor | N
         (window.rank, num_tokens),
         (
             shape.num_ranks,
-            shape.num_local_experts,
-            shape.max_tokens_per_rank,
-            shape.top_k,
+            num_local_experts,
+            top_k,
             size,
+            shape.slot_bytes,
             shape.halves,
             shape.half_bytes,
             LINE,

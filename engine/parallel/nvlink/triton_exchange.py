@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows
+from engine.invariants import require
 from engine.parallel.nvlink import rows as row_kernels
 from engine.parallel.nvlink import sums as sum_kernels
 from engine.parallel.nvlink.buffer import ReceivedRows
@@ -26,8 +27,18 @@ class TritonExchange:
 
     def send_sums(self, out_LMD: Tensor, received: ReceivedRows) -> None:
         """See `Exchange`."""
-        sum_kernels.send_sums(self.window, out_LMD, received)
+        shape = self.window.shape
+        wanted = (shape.num_local_experts, shape.rows_per_expert, shape.hidden_size)
+        require(
+            out_LMD.shape == wanted,
+            "experts' output",
+            tuple(out_LMD.shape),
+            f"{wanted} is wanted, as many rows as were laid out",
+        )
+        places_TK = received.places.rows_TK
+        sum_kernels.send_sums(self.window, out_LMD.flatten(0, 1), places_TK, received.weights)
 
     def receive_sums(self, ids_TK: Tensor, own_TD: Tensor | None) -> Tensor:
         """See `Exchange`."""
-        return sum_kernels.receive_sums(self.window, ids_TK, own_TD)
+        num_local = self.window.shape.num_local_experts
+        return sum_kernels.receive_sums(self.window, ids_TK, own_TD, num_local_experts=num_local)

@@ -94,12 +94,11 @@ class OneDevice(Poisoned[NvlinkShape]):
         self, outs: Sequence[Tensor], received: Sequence[Any], tokens: Sequence[Tokens]
     ) -> list[Tensor]:
         """Send from all ranks, then receive on all; poison what was read."""
-        sums = kernels("sums")
-        for window, out, got in zip(self.windows, outs, received, strict=True):
-            sums.send_sums(window, out, got)
+        ranks = [kernels("triton_exchange").TritonExchange(window) for window in self.windows]
+        for rank, out, got in zip(ranks, outs, received, strict=True):
+            rank.send_sums(out, got)
         home = [
-            sums.receive_sums(window, mine.ids, mine.own)
-            for window, mine in zip(self.windows, tokens, strict=True)
+            rank.receive_sums(mine.ids, mine.own) for rank, mine in zip(ranks, tokens, strict=True)
         ]
         self._poison()
         return home

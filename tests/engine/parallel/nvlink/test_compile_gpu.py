@@ -40,9 +40,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, Any]]]
 def test_kernels(
     num_ranks: int, tokens: int, records: bool, compiled: list[tuple[str, Any]]
 ) -> None:
-    rows, sums = (
-        importlib.import_module(f"engine.parallel.nvlink.{name}") for name in ("rows", "sums")
-    )
+    module = importlib.import_module("engine.parallel.nvlink.triton_exchange")
     shape = NvlinkShape(
         num_ranks=num_ranks,
         num_experts=32 * num_ranks,
@@ -52,12 +50,11 @@ def test_kernels(
     )
     window = Window.open(shape, 0, [0] * num_ranks, CPU, records=records)
     ids, weights = torch.zeros(4, 8, dtype=torch.int64), torch.zeros(4, 8)
-    rows.send_rows(window, Fp8Rows.empty(4, 7168, CPU), ids, weights)
-    received = rows.receive_rows(window, 1)
-    sums.send_sums(
-        window, torch.empty(received.rows.data_LMD.shape, dtype=torch.bfloat16), received
-    )
-    sums.receive_sums(window, ids, torch.zeros(4, 7168, dtype=torch.bfloat16))
+    exchange = module.TritonExchange(window)
+    exchange.send_rows(Fp8Rows.empty(4, 7168, CPU), ids, weights)
+    received = exchange.receive_rows(1)
+    exchange.send_sums(torch.empty(received.rows.data_LMD.shape, dtype=torch.bfloat16), received)
+    exchange.receive_sums(ids, torch.zeros(4, 7168, dtype=torch.bfloat16))
     assert len(compiled) == 4
     check_order(compiled, records=records)
 

@@ -213,17 +213,17 @@ def test_ranks_run_ahead_of_one_another() -> None:
 
     def live(rank: int) -> Iterator[None]:
         """Yield where the rank would wait."""
-        rows, sums, window = kernels("rows"), kernels("sums"), world.windows[rank]
+        exchange = kernels("triton_exchange").TritonExchange(world.windows[rank])
         for tokens, out in zip(steps, outs, strict=True):
             mine = tokens[rank]
-            rows.send_rows(window, mine.rows, mine.ids, mine.weights)
+            exchange.send_rows(mine.rows, mine.ids, mine.weights)
             yield
-            received = rows.receive_rows(window, 1)
+            received = exchange.receive_rows(1)
             world.poison(rank)
             yield
-            sums.send_sums(window, out[rank], received)
+            exchange.send_sums(out[rank], received)
             yield
-            homes[rank].append(sums.receive_sums(window, mine.ids, mine.own))
+            homes[rank].append(exchange.receive_sums(mine.ids, mine.own))
             world.poison(rank)
             yield
 
