@@ -25,7 +25,8 @@ from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.base import Kernels
 from engine.ops.op import AnyOp, moved_bytes
-from engine.parallel.groups import PeerGathers, PeerSums, ProcessGroups, RankGroup
+from engine.parallel.groups import ProcessGroups, RankGroup
+from engine.parallel.peer_exchange import PeerGathers, PeerSums
 
 TRAFFIC_MARK = "ranks: "
 """Begins the name of a stage in which ranks exchange data."""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from engine.kernels.fused.dependent import break_chain
 from engine.parallel.dims import ParallelDims
+from engine.parallel.peer_exchange import PeerGathers, PeerSums
 from engine.parallel.pending import Pending, Ready, Then
 from runtime.errors import PeerLostError
 from runtime.net import is_loopback
@@ -50,34 +51,6 @@ class _Launched:
             self.work.wait()
         break_chain()  # on a GPU the library's own stream has run it
         return self.result
-
-
-class PeerSums(Protocol):
-    """Another way to sum rows over the ranks of a group than the library's, open on all of them."""
-
-    def takes(self, partial_PD: Tensor) -> bool:
-        """Return whether it sums such rows: the same on all ranks."""
-        ...
-
-    def start(self, partial_PD: Tensor, own: Pending[Tensor] | None = None) -> Pending[Tensor]:
-        """See `RankGroup.start_reduce_scatter`; not for two sums in flight."""
-        ...
-
-
-class PeerGathers(Protocol):
-    """Another way to gather rows than the library's, open on all ranks of a group."""
-
-    def takes(self, rows_tX: Tensor) -> bool:
-        """Return whether it gathers such rows now: the same on all ranks."""
-        ...
-
-    def start(self, rows_tX: Tensor) -> Pending[Tensor]:
-        """See `RankGroup.start_all_gather`; the result is read before the next sum is sent."""
-        ...
-
-    def met(self) -> None:
-        """Hear that all ranks have read what was gathered: their next sums have come."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,7 @@ class GatherKernels(Protocol):
 
 
 class NvlinkAllGather:
-    """Gathers rows whose lanes are free; see `engine.parallel.groups.PeerGathers`."""
+    """Gathers rows whose lanes are free; see `engine.parallel.peer_exchange.PeerGathers`."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class SumKernels(Protocol):
 
 
 class NvlinkReduceScatter:
-    """Starts sums, and sees to their order; see `engine.parallel.groups.PeerSums`."""
+    """Starts sums, and sees to their order; see `engine.parallel.peer_exchange.PeerSums`."""
 
     def __init__(
         self, shape: ReduceShape, kernels: SumKernels, close: Callable[[], None] = lambda: None
