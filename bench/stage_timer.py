@@ -34,7 +34,15 @@ TRAFFIC_MARK = "ranks: "
 _PARTS = frozenset(("attention", "rows"))
 """Objects whose calls are stages too."""
 _UNTIMED = frozenset(("why_no_pages", "holds", "pack", "unpack"))
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "sum_of_pairs",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+)
 
 
 class TimerMode(Enum):

@@ -1,13 +1,14 @@
-"""All-gather and reduce-scatter between the GPUs of one host, alone and behind matrix products.
+"""All-gather, reduce-scatter and combine between the GPUs of one host, alone and behind products.
 
 On a host with N GPUs start ``python -m bench.kernels.collectives --json OUT.json`` N times, with
 RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT in the environment. Each size is
-the whole tensor: what an all-gather returns, what a reduce-scatter is given. Compared: NCCL as it
-is, with few blocks and by its policies, and our own by NVLink stores, one in flight, of which a
-receive is launched behind the products. "GB/s" is what a GPU sends, (N - 1) / N of the size, over
-the time of the slowest rank. "with GEMM" starts the collective, launches products that take half as
-long again, and waits: what it takes longer than the products alone is exposed. Results are checked
-before they are timed.
+the whole tensor: what an all-gather returns, what a reduce-scatter is given; a combine has as many
+rows of sums, which it makes itself (`bench.kernels.pair_sums`). Compared: NCCL as it is, with few
+blocks and by its policies, and our own by NVLink stores, one in flight, of which a receive is
+launched behind the products. "GB/s" is what a GPU sends, (N - 1) / N of the size, over the time of
+the slowest rank; a combine by stores sends less. "with GEMM" starts the collective, launches
+products that take half as long again, and waits: what it takes longer than the products alone is
+exposed. Results are checked before they are timed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,10 @@ import torch.distributed as dist
 
 from bench.kernels.device_time import median_seconds
 from bench.kernels.fp8 import fp8_of, quantize
+from bench.kernels.pair_sums import draw_pairs, start_combine, sum_of
 from engine.boot.jit_cache import use_jit_cache
 from engine.formats.stored_weight import StoredWeight
+from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup, init_process_groups
@@ -73,7 +76,8 @@ class Bench:
     def __init__(self, group: RankGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._gemm = _make_gemm()
+        self._kernels = create_kernels("cuda")
+        self._gemm = _make_gemm(self._kernels)
         for is_turn in (group.rank == 0, group.rank != 0):
             if is_turn:
                 self._gemm()  # one rank compiles, the others find it in the cache
@@ -85,7 +89,7 @@ class Bench:
         rows = megabytes * MEGABYTE // (2 * HIDDEN * self._group.size) * self._group.size
         error = self._check(what, collectives, rows)
         inputs = self._draw(what, rows, self._group.rank)
-        start = _starter(what, collectives)
+        start = _starter(what, collectives, self._kernels)
         alone = self._slowest(lambda: start(inputs).wait())
         count = max(1, round(1.5 * alone / self._slowest(self._gemm)))
 
@@ -110,14 +114,17 @@ class Bench:
             both_us=self._slowest(both) * 1e6,
         )
 
-    def _draw(self, what: str, rows: int, rank: int, *, seed: int = 0) -> torch.Tensor:
+    def _draw(self, what: str, rows: int, rank: int, *, seed: int = 0) -> Any:
+        if what == "combine":
+            return draw_pairs(rows, HIDDEN, replace(self._group, rank=rank), seed=seed)
         own_rows = rows // self._group.size if what == "all-gather" else rows
         generator = torch.Generator(self._device).manual_seed(1000 * seed + rank)
         return torch.randn(own_rows, HIDDEN, device=self._device, generator=generator).bfloat16()
 
     def _check(self, what: str, collectives: RankGroup, rows: int) -> float:
         """Compare with float32 on fresh inputs, several in flight; returns the worst error."""
-        start, ranks, worst = _starter(what, collectives), range(self._group.size), 0.0
+        start, ranks = _starter(what, collectives, self._kernels), range(self._group.size)
+        worst = 0.0
         seeds, in_flight = range(3), 1 if collectives.sums is not None else 3
         flying = [self._start(start, what, rows, seed) for seed in seeds[:in_flight]]
         for seed in seeds:
@@ -133,14 +140,15 @@ class Bench:
             part = slice(*(rows // self._group.size * (self._group.rank + i) for i in (0, 1)))
             total = torch.zeros(rows // self._group.size, HIDDEN, device=self._device)
             for rank in ranks:
-                total += self._draw(what, rows, rank, seed=seed)[part].float()
+                drawn = self._draw(what, rows, rank, seed=seed)
+                total += sum_of(drawn, part) if what == "combine" else drawn[part].float()
             worst = max(worst, float((actual.float() - total).abs().max() / total.abs().max()))
         assert worst < 0.02, f"{what} is off by {worst}"
         return self._max(worst)
 
     def _start(
         self,
-        start: Callable[[torch.Tensor], Pending[torch.Tensor]],
+        start: Callable[[Any], Pending[torch.Tensor]],
         what: str,
         rows: int,
         seed: int,
@@ -167,7 +175,11 @@ class Bench:
         return float(self._group.all_gather(torch.tensor([value], dtype=torch.float64)).max())
 
 
-def _starter(what: str, collectives: RankGroup) -> Callable[[torch.Tensor], Pending[torch.Tensor]]:
+def _starter(
+    what: str, collectives: RankGroup, kernels: Kernels
+) -> Callable[[Any], Pending[torch.Tensor]]:
+    if what == "combine":
+        return lambda pairs: start_combine(kernels, collectives, pairs)
     if what == "reduce-scatter":
         return collectives.start_reduce_scatter
     if collectives.gathers is None:
@@ -183,10 +195,9 @@ def _starter(what: str, collectives: RankGroup) -> Callable[[torch.Tensor], Pend
     return start
 
 
-def _make_gemm() -> Callable[[], object]:
+def _make_gemm(kernels: Kernels) -> Callable[[], object]:
     """An FP8 product where its kernels are installed, else one in bfloat16."""
     rows, columns, depth = GEMM
-    kernels = create_kernels("cuda")
     x = torch.randn(rows, depth, device="cuda").bfloat16()
     weight = torch.randn(columns, depth, device="cuda") / depth**0.5
     if not fp8_of(kernels).is_quantized:
@@ -247,7 +258,7 @@ def measure(
     bench, results = Bench(group, device), []
 
     def measure_one(variant: str, collectives: RankGroup) -> None:
-        for what in ("all-gather", "reduce-scatter"):
+        for what in ("all-gather", "reduce-scatter", "combine"):
             for megabytes in sizes:
                 result = bench.run(what, variant, collectives, megabytes)
                 results.append(result)

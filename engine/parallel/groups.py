@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from engine.kernels.fused.dependent import break_chain
 from engine.parallel.dims import ParallelDims
+from engine.parallel.pair_rows import PairRows
 from engine.parallel.peer_exchange import PeerGathers, PeerSums
 from engine.parallel.pending import Pending, Ready, Then
 from runtime.errors import PeerLostError
@@ -132,6 +133,28 @@ class RankGroup:
             summing = self._start_library_reduce_scatter(tensor)
             if own is not None:
                 summing = Then(summing, lambda total: total.add_(own.wait()))
+        return self._meeting(summing)
+
+    def sums_pairs(self, pairs: PairRows) -> bool:
+        """Return whether `start_sum_of_pairs` can be called: the same on all ranks."""
+        return self.sums is not None and self.sums.takes_pairs(pairs)
+
+    def start_sum_of_pairs(
+        self, pairs: PairRows, own: Pending[Tensor] | None = None
+    ) -> Pending[Tensor]:
+        """Start to sum each token's weighted rows over the ranks; each gets its own T tokens.
+
+        As a sum per token, rounded, and `start_reduce_scatter` of those, bit by bit.
+
+        Args:
+            pairs: for which `sums_pairs` says yes.
+            own: [T, D], added to this rank's tokens.
+        """
+        assert self.sums is not None
+        return self._meeting(self.sums.start_pairs(pairs, own))
+
+    def _meeting(self, summing: Pending[Tensor]) -> Pending[Tensor]:
+        """Return a sum that all ranks have come to when it is received."""
         return summing if self.gathers is None else Then(summing, self._meet)
 
     def _meet(self, received: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.parallel.pair_rows import PairRows
 from engine.parallel.pending import Pending
 
 
@@ -16,6 +17,14 @@ class PeerSums(Protocol):
 
     def start(self, partial_PD: Tensor, own: Pending[Tensor] | None = None) -> Pending[Tensor]:
         """See `RankGroup.start_reduce_scatter`; not for two sums in flight."""
+        ...
+
+    def takes_pairs(self, pairs: PairRows) -> bool:
+        """Return whether it sums such rows: the same on all ranks."""
+        ...
+
+    def start_pairs(self, pairs: PairRows, own: Pending[Tensor] | None = None) -> Pending[Tensor]:
+        """See `RankGroup.start_sum_of_pairs`; not for two sums in flight."""
         ...
 
 

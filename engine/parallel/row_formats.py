@@ -20,6 +20,7 @@ from engine.formats.fp8_rows import Activation
 from engine.kernels.alignment import ROW_BLOCK, Alignment, row_capacity
 from engine.ops.op import Ops
 from engine.ops.permute import COUNT_ROWS, MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
+from engine.parallel.pair_rows import PairRows
 
 Plan = TypeVar("Plan")
 
@@ -88,6 +89,16 @@ class RowFormat(Protocol[Plan]):
         """Return [T, D]: the weighted sum of each token's rows, plus `own_TD`, which stays."""
         ...
 
+    def pair_rows(self, expert_out_MD: Tensor, plan: Plan, own_ids_TK: Tensor) -> PairRows | None:
+        """Return what `unpermute` sums, for a sum that is made elsewhere; None if not by place.
+
+        Args:
+            expert_out_MD: as given to `unpermute`.
+            plan: of tokens of all ranks.
+            own_ids_TK: see `PairRows`.
+        """
+        ...
+
     def sort(
         self, rows: Activation, expert_M: Tensor, num_rows_per_expert: list[int]
     ) -> tuple[Rows, Tensor]:
@@ -153,6 +164,12 @@ class PlainRows:
         """See `RowFormat`."""
         return sum_per_token(expert_out_MD, plan, own_TD)
 
+    def pair_rows(
+        self, expert_out_MD: Tensor, plan: SortedPairs, own_ids_TK: Tensor
+    ) -> PairRows | None:
+        """See `RowFormat`: rows know their tokens here, and not tokens their rows."""
+        return None
+
     def sort(
         self, rows: Activation, expert_M: Tensor, num_rows_per_expert: list[int]
     ) -> tuple[ExpertRows, Tensor]:
@@ -209,6 +226,18 @@ class AlignedQuantized:
     def unpermute(self, expert_out_MD: Tensor, plan: AlignedPairs, own_TD: Tensor | None) -> Tensor:
         """See `RowFormat`."""
         return self.ops[UNPERMUTE_ROWS](expert_out_MD, plan.alignment, plan.topk_weights_TK, own_TD)
+
+    def pair_rows(
+        self, expert_out_MD: Tensor, plan: AlignedPairs, own_ids_TK: Tensor
+    ) -> PairRows | None:
+        """See `RowFormat`."""
+        return PairRows(
+            rows_MD=expert_out_MD,
+            places_PK=plan.alignment.rows_TK,
+            weights_PK=plan.topk_weights_TK,
+            own_ids_TK=own_ids_TK,
+            num_local_experts=self.share.num_local,
+        )
 
     def sort(
         self, rows: Activation, expert_M: Tensor, num_rows_per_expert: list[int]

@@ -18,6 +18,7 @@ from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, max
 from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
 from engine.ops.op import Ops
 from engine.ops.permute import UNPERMUTE_ROWS
+from engine.parallel.pair_rows import PairRows
 from engine.parallel.row_formats import AlignedPairs, AlignedQuantized, ExpertShare
 
 MOST_EXPECTED_ROWS: Final = 16
@@ -109,6 +110,22 @@ class ShortQuantized:
                 return self.ops[UNPERMUTE_ROWS](out_MD, plan.places, weights, own_TD)
             case AlignedPairs():
                 return self.aligned.unpermute(expert_out_MD, plan, own_TD)
+
+    def pair_rows(
+        self, expert_out_MD: Tensor, plan: ShortPlan, own_ids_TK: Tensor
+    ) -> PairRows | None:
+        """See `RowFormat`; of masked rows [L, M, D]."""
+        match plan:
+            case MaskedPairs():
+                return PairRows(
+                    rows_MD=expert_out_MD.flatten(0, 1),
+                    places_PK=plan.places.rows_TK,
+                    weights_PK=plan.topk_weights_TK,
+                    own_ids_TK=own_ids_TK,
+                    num_local_experts=self.share.num_local,
+                )
+            case AlignedPairs():
+                return self.aligned.pair_rows(expert_out_MD, plan, own_ids_TK)
 
     def sort(
         self, rows: Activation, expert_M: Tensor, num_rows_per_expert: list[int]

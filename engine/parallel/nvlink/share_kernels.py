@@ -11,11 +11,13 @@ from torch import Tensor
 
 from engine.invariants import require
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
+from engine.parallel.nvlink import sums as sum_kernels
 from engine.parallel.nvlink.all_gather import GatherShape, Lane
 from engine.parallel.nvlink.reduce_scatter import ReduceShape
 from engine.parallel.nvlink.shape import LINE, UNITS
 from engine.parallel.nvlink.signals import await_all, pointer, record_of, signal
 from engine.parallel.nvlink.window import Window
+from engine.parallel.pair_rows import PairRows
 
 COPIED: Final = 8192
 """Numbers that a sending program copies at a time: 64 bytes a thread on their way."""
@@ -208,6 +210,17 @@ class TritonSums:
             num_warps=block // 512,
         )
         return out
+
+    def send_pairs(self, pairs: PairRows) -> None:
+        """See `SumKernels`."""
+        sum_kernels.send_sums(self.window, pairs.rows_MD, pairs.places_PK, pairs.weights_PK)
+
+    def receive_pairs(self, pairs: PairRows, own_TD: Tensor | None) -> Tensor:
+        """See `SumKernels`."""
+        num_local = pairs.num_local_experts
+        return sum_kernels.receive_sums(
+            self.window, pairs.own_ids_TK, own_TD, num_local_experts=num_local
+        )
 
 
 def _layout(shape: ReduceShape) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.parallel.nvlink.all_gather import GatherKernels, GatherShape, Lane, NvlinkAllGather
 from engine.parallel.nvlink.reduce_scatter import NvlinkReduceScatter, ReduceShape
+from engine.parallel.pair_rows import PairRows
 
 TIMEOUT_S = 60.0
 
@@ -103,6 +104,33 @@ class _SharedSums:
         for source in range(len(self._halves)):
             there = self._halves[self._rank][number % 2, source, : len(mine)]
             total = total + (mine if source == self._rank else there).float()
+        return total.bfloat16()
+
+    def send_pairs(self, pairs: PairRows) -> None:
+        number = self._counters.begin(self._rank)
+        assert pairs.weights_PK.is_contiguous()
+        of_ranks = (x.chunk(len(self._halves)) for x in (pairs.places_PK, pairs.weights_PK))
+        for owner, (places_TK, weights_TK) in enumerate(zip(*of_ranks, strict=True)):
+            there = self._halves[owner][number % 2, self._rank]
+            for token, places in enumerate(places_TK.tolist()):
+                self._rest()
+                parts = [(row, k) for k, row in enumerate(places) if row >= 0]
+                if parts:
+                    rows = (pairs.rows_MD[row].float() * weights_TK[token, k] for row, k in parts)
+                    there[token] = torch.stack(list(rows)).sum(0).bfloat16()
+            self._counters.signal(self._rank, owner, number)
+
+    def receive_pairs(self, pairs: PairRows, own_TD: Tensor | None) -> Tensor:
+        self._rest()
+        number = self._counters.await_all(self._rank)
+        ids_TK, half = pairs.own_ids_TK, self._halves[self._rank][number % 2]
+        size = (ids_TK.shape[0], half.shape[-1])
+        total = torch.zeros(size) if own_TD is None else own_TD.float()
+        for token, ids in enumerate(ids_TK.tolist()):
+            hit = {expert // pairs.num_local_experts for expert in ids if expert >= 0}
+            for source in sorted(hit & set(range(len(self._halves)))):
+                total[token] = total[token] + half[source, token].float()
+        half.fill_(torch.nan)  # nobody writes there before this rank has sent again
         return total.bfloat16()
 
 

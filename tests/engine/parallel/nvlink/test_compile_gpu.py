@@ -18,6 +18,7 @@ from engine.parallel.nvlink.all_gather import GatherShape, Lane
 from engine.parallel.nvlink.reduce_scatter import ReduceShape
 from engine.parallel.nvlink.shape import NvlinkShape
 from engine.parallel.nvlink.window import Window
+from engine.parallel.pair_rows import PairRows
 from tests.engine.elsewhere import compiling_only
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -69,6 +70,24 @@ def test_sums(num_ranks: int, num_rows: int, compiled: list[tuple[str, Any]]) ->
     sums.receive(part, torch.zeros(num_rows, 7168, dtype=torch.bfloat16))
     sums.receive(part, None)
     assert len(compiled) == 3
+    check_order(compiled, records=False)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_rows"), [(8, 2048), (4, 16), (2, 4096)])
+def test_sums_of_pairs(num_ranks: int, num_rows: int, compiled: list[tuple[str, Any]]) -> None:
+    module = importlib.import_module("engine.parallel.nvlink.share_kernels")
+    shape = ReduceShape(num_ranks=num_ranks, max_rows=num_rows, hidden_size=7168)
+    sums = module.TritonSums(Window.open(shape, 0, [0] * num_ranks, CPU))
+    pairs = PairRows(
+        rows_MD=torch.empty(512, 7168, dtype=torch.bfloat16),
+        places_PK=torch.empty(num_ranks * num_rows, 8, dtype=torch.int32),
+        weights_PK=torch.empty(num_ranks * num_rows, 8),
+        own_ids_TK=torch.empty(num_rows, 8, dtype=torch.int64),
+        num_local_experts=32,
+    )
+    sums.send_pairs(pairs)
+    sums.receive_pairs(pairs, torch.zeros(num_rows, 7168, dtype=torch.bfloat16))
+    assert len(compiled) == 2
     check_order(compiled, records=False)
 
 
