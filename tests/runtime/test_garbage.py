@@ -6,7 +6,8 @@ import gc
 
 import pytest
 
-from router.__main__ import spare_collections
+from router.__main__ import YOUNG_OBJECTS
+from runtime.garbage import set_aside
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def test_what_a_router_starts_with_is_never_looked_through_again() -> None:
     cycle.append(cycle)
     assert gc.is_tracked(cycle)
     assert gc.get_freeze_count() == 0
-    spare_collections()
+    set_aside(young_objects=YOUNG_OBJECTS)
     assert gc.get_freeze_count() > 1000
     assert not any(each is cycle for each in gc.get_objects())
     assert gc.get_threshold()[0] > 10_000
