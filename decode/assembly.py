@@ -46,6 +46,7 @@ from kv_transfer.receiver import Arrival, KVReceiver
 from kv_transfer.settings import tls_contexts, transport_options
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
+from runtime.garbage import set_aside
 from runtime.metrics import gauge_of
 from runtime.pb import decode_pb2
 from runtime.pb.common_pb2 import WorkerIdentity
@@ -64,7 +65,8 @@ class ModelSide:
     """The model of this rank, its KV memory, and how it keeps step with the other ranks.
 
     `launch_waits`, `streams`, `experts`, `moves` and `waits` are those of `BootedRank`; `budget`
-    rides in the lockstep, where the drafts of a step are chosen, `max_drafts` at the most.
+    rides in the lockstep, where the drafts of a step are chosen, `max_drafts` at the most; `settle`
+    is that of `HostedRank`.
     """
 
     groups: ProcessGroups
@@ -83,6 +85,7 @@ class ModelSide:
     experts: CountedExperts | None = None
     moves: OpenMoves | None = None
     waits: WaitRecorder | None = None
+    settle: Callable[[], None] = lambda: None
 
     def close(self) -> None:
         """After the last step, all ranks together, before the groups end."""
@@ -168,6 +171,7 @@ def build_model_side(options: WorkerOptions) -> ModelSide:
         max_drafts=engine.draft_choices.most,
         experts=booted.experts,
         moves=booted.moves,
+        settle=set_aside,
     )
 
 

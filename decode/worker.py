@@ -78,6 +78,7 @@ class DecodeDriver:
             max_model_len=side.max_model_len,
             close_transfer=self._transfer.close,
             close_model=side.close,
+            settle=side.settle,
         )
 
     def build(self, host: WorkerHost, closing: contextlib.AsyncExitStack) -> tuple[Loop, Endpoint]:

@@ -25,6 +25,7 @@ from prefill.kv_push import PushSettings, ReadyCheck, always_ready
 from prefill.rank_plan import Closure, ClosureOutcome, PlanShape
 from prefill.scheduler import Scheduler
 from runtime.config import ClusterConfig, PrefillSection
+from runtime.garbage import set_aside
 from runtime.metrics import gauge_of
 from runtime.worker import WorkerOptions
 from worker.boot import boot_worker_rank
@@ -150,6 +151,7 @@ class RankParts:
             max_model_len=self.model.max_model_len,
             close_transfer=self.send.close,
             close_model=self.model.close_transfers,
+            settle=set_aside,
         )
 
 

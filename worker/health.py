@@ -14,6 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from runtime.garbage import CollectorPauses
 from runtime.metrics import counter_of, gauge_of
 from runtime.process_metrics import ProcessMetrics
 from worker.step_loop import StepLoop
@@ -37,6 +38,7 @@ class Health:
         """Know the event loop only, which `watch_event_loop` measures."""
         self._clock, self._registry = clock, registry
         self.process = ProcessMetrics(registry)
+        self.pauses = CollectorPauses()
         self._due_at: float | None = None
         self._lag_s = 0.0
         self._loop: StepLoop[Any] | None = None
@@ -55,6 +57,12 @@ class Health:
             "pd_worker_turn_age_seconds",
             "Since the engine loop's latest turn began; 0 while nobody has work",
             lambda: self._loop.turn_age_s if self._loop else 0.0,
+        )
+        counter_of(
+            registry,
+            "pd_worker_gc_pauses",
+            "Garbage collections that took more than 10 ms, in which the process stood still",
+            lambda: self.pauses.num_long,
         )
         self.add("event_loop", self._check_event_loop)
 

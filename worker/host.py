@@ -65,6 +65,7 @@ class HostedRank:
         max_model_len: most tokens of prompt and output together.
         close_transfer: lets the peers go; blocks.
         close_model: frees what the ranks opened with one another; only where all of them do.
+        settle: called when everything that stays is there, before the first step.
     """
 
     groups: ProcessGroups
@@ -72,6 +73,7 @@ class HostedRank:
     max_model_len: int
     close_transfer: Callable[[], None]
     close_model: Callable[[], None]
+    settle: Callable[[], None] = lambda: None
 
 
 class Loop(Protocol):
@@ -176,6 +178,8 @@ class WorkerHost:
         self._loop, self._endpoint = self._driver.build(self, closing)
         self._exit.push_async_callback(self._stop_loop)
         self._ended = asyncio.wrap_future(self._loop.ended)
+        rank.settle()
+        self._exit.enter_context(self.health.pauses.watched())
         self._loop.start()
         if self._endpoint is not None:
             await self._serve(self._endpoint)
@@ -201,6 +205,7 @@ class WorkerHost:
             await asyncio.wait(
                 watched, timeout=SWEEP_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
             )
+            self.health.pauses.tell()
             if self._endpoint is not None and not self._ended.done():
                 await self._endpoint.sweep()
         if not self._ended.done():

@@ -92,7 +92,7 @@ def run_steps(
     place = session.rank.place
     uuids = device_uuids(setup.device, place.world_size) if session.is_first else []
     max_ahead = steps_ahead(section.max_ahead, launch_waits=session.rank.model.waits_for_counts)
-    session.rank.meet()
+    session.settle()
     ends = measure_steps(
         driver,
         times,

@@ -156,7 +156,7 @@ def _run(
     group = session.rank.groups.tp_group
     shape = plan_shape_of(options.cluster, session.rank.max_model_len)
     if session.is_follower:
-        session.rank.meet()
+        session.settle()
         _follow(session, FollowerLink(group, shape, session.epoch))
         return None
     runner = _PrefillRunner(session.runner)

@@ -30,6 +30,7 @@ from engine.parallel.groups import agree_on_epoch
 from engine.parallel.lockstep import Lockstep, Rider, SoloLockstep, create_lockstep
 from engine.parallel.wait_recorder import WaitRecorder
 from engine.runner import ModelRunner
+from runtime.garbage import set_aside, take_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,15 @@ class Session:
         if groups.dims.dp == 1:
             return SoloLockstep(rider)
         return create_lockstep(groups.ep_group, self.epoch, self.waits, rider=rider)
+
+    def settle(self) -> None:
+        """Begin to measure, all ranks together: what is there is set aside, as in a worker.
+
+        What an earlier call set aside, and nobody has any more, is freed first.
+        """
+        take_back()
+        set_aside()
+        self.rank.meet()
 
     def begin_step(self) -> None:
         """Issue what comes before a step: the experts of its tokens, where tables choose them."""
@@ -126,6 +136,7 @@ def open_session(
 def close_session(session: Session) -> None:
     """End a measurement, all ranks together; its pool goes with the last who refers to it."""
     session.rank.meet()
+    take_back()  # or what refers to the pool in a cycle would never go
     session.rank.routing.tables = None
 
 

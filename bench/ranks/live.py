@@ -168,7 +168,7 @@ class LiveRank:
         )
         place, launch_waits = session.rank.place, session.rank.model.waits_for_counts
         max_ahead = steps_ahead(self._options.section.max_ahead, launch_waits=launch_waits)
-        session.rank.meet()
+        session.settle()
         measure_steps(
             driver,
             times,

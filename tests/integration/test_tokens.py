@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,15 @@ def test_split_equals_one_process(
         num_rows = cluster.metric("decode-0", "pd_decode_batch_size_sum")
         assert num_tokens > 1.2 * num_rows, "hardly a draft was right"
     cluster.wait_idle()
+
+
+def test_no_rank_looks_through_what_it_booted_with(cluster: Cluster) -> None:
+    ranks = [name for name in cluster.processes if "/" in name]
+    assert len(ranks) == cluster.config.prefill.num_ranks + cluster.config.decode.num_ranks
+    for name in ranks:
+        text = cluster.log_tail(name, num_bytes=1 << 20)
+        (found,) = re.findall(r"set aside from the garbage collector objects=(\d+)", text)
+        assert int(found) > 10_000, name
 
 
 async def ask_for_logprobs(url: str, prompt: list[int]) -> dict[str, Any]:

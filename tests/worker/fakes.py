@@ -57,11 +57,13 @@ class FakeDriver:
             max_model_len=64,
             close_transfer=lambda: self.log.append("close transfer"),
             close_model=lambda: self.log.append("close model"),
+            settle=lambda: self.log.append("settle"),
         )
 
     def build(
         self, host: WorkerHost, closing: contextlib.AsyncExitStack
     ) -> tuple[FakeLoop, Endpoint]:
+        self.log.append("build")
         closing.callback(self.log.append, "close role")
 
         async def flush() -> None:

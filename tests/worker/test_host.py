@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import aiohttp
 import pytest
@@ -19,7 +20,7 @@ from worker.host import DRAIN_SHARE, FOLLOW_GRACE_S, STOP_TIMEOUT_S
 async def test_what_it_opened_is_closed_last_things_first() -> None:
     driver = FakeDriver()
     async with hosted(driver) as (host, registry):
-        assert driver.log == ["start", "serve"]
+        assert driver.log == ["build", "settle", "start", "serve"]
         (record,) = registry.records
         assert (record.identity.epoch, record.max_model_len, record.num_parts) == (5, 64, 3)
         driver.log.clear()
@@ -133,3 +134,22 @@ async def test_a_renewal_that_ends_ends_the_worker() -> None:
         with pytest.raises(InternalError, match="is not renewed any more") as caught:
             await asyncio.wait_for(host.main_loop(), 60)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+async def test_collections_that_held_a_rank_up_are_told_while_it_runs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.host.SWEEP_INTERVAL_S", 0.01)
+    monkeypatch.setattr("runtime.garbage.LONG_PAUSE_S", -1.0)
+    before = list(gc.callbacks)
+    async with hosted(FakeDriver()) as (host, _):
+        main = asyncio.ensure_future(host.main_loop())
+        gc.collect()
+        async with asyncio.timeout(60):
+            while "stood still to collect garbage" not in caplog.text:
+                await asyncio.sleep(0.01)
+        found = host.registry.get_sample_value("pd_worker_gc_pauses_total")
+        assert found is not None
+        assert found >= 1
+        main.cancel()
+    assert gc.callbacks == before
