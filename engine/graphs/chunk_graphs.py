@@ -245,16 +245,24 @@ class ChunkGraphs:
             captured.reset()
         self._forwards.clear()
 
-    def takes(self, batch: ForwardBatch) -> bool:
-        """Return whether a step can run here: the same on all ranks that run it."""
-        return self._kind_of(batch) is not None
+    def kind_of(self, batch: ForwardBatch) -> ChunkInputs | None:
+        """Return the kind of a step, alike on all ranks; None where nothing was captured for it."""
+        if not batch.lengths or batch.num_rows is not None:
+            return None
+        return next((kind for kind in self._kinds if kind.takes(batch)), None)
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, on_piece_done: Callable[[], None] = do_nothing) -> Tensor:
-        """Copy a step in that `takes` says yes to, and replay it; the host does not wait.
+    def run(
+        self,
+        batch: ForwardBatch,
+        kind: ChunkInputs,
+        on_piece_done: Callable[[], None] = do_nothing,
+    ) -> Tensor:
+        """Copy a step in, and replay it; the host does not wait.
 
         Args:
             batch: of the step.
+            kind: of the same, by `kind_of`.
             on_piece_done: called whenever `LAYERS_OF_A_PIECE` layers are issued and more follow,
                 in steps that are in pieces.
 
@@ -262,18 +270,10 @@ class ChunkGraphs:
             [T, D] hidden states after the final norm, which the next step overwrites.
         """
         assert self.is_captured
-        kind = self._kind_of(batch)
-        assert kind is not None
         size = bucket_for(batch.num_tokens, kind.sizes)
         kind.load(batch, size)
         self._forwards[kind, size].replay(on_piece_done)
         return self._hidden[: batch.num_tokens]
-
-    def _kind_of(self, batch: ForwardBatch) -> ChunkInputs | None:
-        """Return the kind of a step; None where nothing was captured for it."""
-        if not batch.lengths or batch.num_rows is not None:
-            return None
-        return next((kind for kind in self._kinds if kind.takes(batch)), None)
 
     def _capture_size(self, size: int, make: Callable[[WorkInPieces], ReplayableInPieces]) -> None:
         for kind in self._kinds:
@@ -315,7 +315,8 @@ class ReplayedSteps:
         meanwhile: Callable[[], None] = do_nothing,
     ) -> Tensor:
         """See `CausalModel`; of a replayed step the layers of a piece are done at once."""
-        if not self._graphs.takes(batch):
+        kind = self._graphs.kind_of(batch)
+        if kind is None:
             return self._model.forward(
                 batch, kv_pool, on_layer_done=on_layer_done, meanwhile=meanwhile
             )
@@ -327,7 +328,7 @@ class ReplayedSteps:
                     on_layer_done(index)
             meanwhile()
 
-        hidden = self._graphs.run(batch, partial(tell, LAYERS_OF_A_PIECE))
+        hidden = self._graphs.run(batch, kind, partial(tell, LAYERS_OF_A_PIECE))
         tell(self._num_layers)
         return hidden
 

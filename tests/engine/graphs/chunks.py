@@ -66,6 +66,13 @@ def prompt_graphs(
     return ChunkGraphs(model, pool, [inputs], **more)
 
 
+def run_step(graphs: ChunkGraphs, batch: ForwardBatch) -> Tensor:
+    """Run a step that is of one of the captured kinds."""
+    kind = graphs.kind_of(batch)
+    assert kind is not None
+    return graphs.run(batch, kind)
+
+
 def run_rank(
     rank: int,
     meetings: Meetings,
@@ -88,4 +95,4 @@ def run_rank(
     execution = Execution(scatter_tokens=True, dispatcher=counting)
     graphs, pool = capture(build(groups=groups, execution=execution))
     counting.num_rows = 0
-    return graphs.run(batch), pool.data[1:], counting.num_rows
+    return run_step(graphs, batch), pool.data[1:], counting.num_rows

@@ -32,7 +32,7 @@ from engine.parallel.groups import ProcessGroups, init_process_groups
 from engine.request import Request, ScheduledRequest
 from engine.streams import Streams
 from runtime.sampling import SamplingParams
-from tests.engine.graphs.chunks import prompt_graphs, suffix_graphs
+from tests.engine.graphs.chunks import prompt_graphs, run_step, suffix_graphs
 from tests.engine.graphs.uneven_main import NARROW
 
 BLOCK_SIZE, MAX_SEQS, MAX_MODEL_LEN = 64, 4, 2048
@@ -195,7 +195,7 @@ def _run_steps(kind: str, graphs: ChunkGraphs, pool: KVPool, device: torch.devic
         for step in range(len(STEPS[kind])):
             with torch.inference_mode():
                 batch = build_forward_batch(schedule(kind, step), BLOCK_SIZE, device)
-            hidden.append(graphs.run(batch).clone())
+            hidden.append(run_step(graphs, batch).clone())
         sums += [sum_bits(rows) for rows in hidden]
     return [*sums, sum_bits(pool.data[1:])]  # block 0 is for padding, which writes in a race
 

@@ -31,7 +31,7 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
-from tests.engine.graphs.chunks import NUM_RANKS, prompt_graphs, run_rank
+from tests.engine.graphs.chunks import NUM_RANKS, prompt_graphs, run_rank, run_step
 from tests.engine.parallel.counting_dispatcher import CountingDispatcher, local_dispatcher
 from tests.engine.parallel.thread_ranks import run_ranks
 from tests.engine.tiny import write_checkpoint
@@ -110,10 +110,9 @@ def run_captured(
     graphs = make_graphs(model, pool, max_num_cached)
     # What another step has left in the buffers is nobody's.
     cached = [min(max_num_cached, 50), 0, 0]
-    graphs.run(build_forward_batch(schedule([9, 21, 5], 7, cached=cached), BLOCK_SIZE))
+    run_step(graphs, build_forward_batch(schedule([9, 21, 5], 7, cached=cached), BLOCK_SIZE))
     pool.data.copy_(make_pool(model).data)
-    assert graphs.takes(batch)
-    return graphs.run(batch), pool.data[1:]
+    return run_step(graphs, batch), pool.data[1:]
 
 
 @pytest.mark.parametrize("count", SIZES)
@@ -216,7 +215,7 @@ def test_padding_goes_to_no_expert(checkpoint: Path) -> None:
     model = build(checkpoint, execution=Execution(dispatcher=counting))
     graphs = make_graphs(model, make_pool(model))
     counting.num_rows = 0
-    graphs.run(build_forward_batch(schedule([5, 12]), BLOCK_SIZE))
+    run_step(graphs, build_forward_batch(schedule([5, 12]), BLOCK_SIZE))
     num_moe_layers, top_k = 2, 2
     assert counting.num_rows == 17 * top_k * num_moe_layers
 
@@ -225,19 +224,20 @@ def test_prompts_are_taken_behind_few_cached_tokens(model: DeepseekV3ForCausalLM
     graphs = make_graphs(model, make_pool(model))
 
     def takes(*lengths: int, cached: Sequence[int] = ()) -> bool:
-        return graphs.takes(build_forward_batch(schedule(lengths, cached=cached), BLOCK_SIZE))
+        batch = build_forward_batch(schedule(lengths, cached=cached), BLOCK_SIZE)
+        return graphs.kind_of(batch) is not None
 
     assert takes(SIZES[-1])
     assert takes(2, 2, SIZES[-1] - 4)
     assert not takes(SIZES[-1] + 1)
     assert not takes(9, 20, cached=(0, 4)), "attends to more than the step"
     behind = make_graphs(model, make_pool(model), 4)
-    assert behind.takes(build_forward_batch(schedule([9, 20], cached=(0, 4)), BLOCK_SIZE))
-    assert not behind.takes(build_forward_batch(schedule([9, 20], cached=(2, 3)), BLOCK_SIZE))
+    assert behind.kind_of(build_forward_batch(schedule([9, 20], cached=(0, 4)), BLOCK_SIZE))
+    assert not behind.kind_of(build_forward_batch(schedule([9, 20], cached=(2, 3)), BLOCK_SIZE))
     assert not takes(1), "a single query is absorbed"
-    assert not graphs.takes(ForwardBatch.dummy())
+    assert not graphs.kind_of(ForwardBatch.dummy())
     few = prompt_graphs(model, make_pool(model), SIZES, max_num_seqs=1)
-    assert not few.takes(build_forward_batch(schedule([2, 2]), BLOCK_SIZE))
+    assert not few.kind_of(build_forward_batch(schedule([2, 2]), BLOCK_SIZE))
 
 
 def test_a_runner_samples_the_same_and_hears_of_layers_in_pieces(

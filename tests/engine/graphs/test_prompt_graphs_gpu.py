@@ -17,7 +17,7 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
-from tests.engine.graphs.chunks import prompt_graphs
+from tests.engine.graphs.chunks import prompt_graphs, run_step
 from tests.engine.graphs.uneven_main import NARROW
 from tests.engine.relative_error import relative_error
 
@@ -118,11 +118,11 @@ def run(
     with torch.inference_mode():
         for seed, lengths in enumerate(STEPS):
             longer = build_forward_batch(schedule([(2049 + 200 * seed, 0)], 99), BLOCK_SIZE, "cuda")
-            assert not any(graphs.takes(longer) for graphs in kinds)
+            assert not any(graphs.kind_of(longer) for graphs in kinds)
             model.forward(longer, pool)
             batch = build_forward_batch(schedule(lengths, seed), BLOCK_SIZE, "cuda")
-            graphs = next(each for each in kinds if each.takes(batch))
-            found = model.forward(batch, pool) if use_graphs is None else graphs.run(batch)
+            graphs = next(each for each in kinds if each.kind_of(batch))
+            found = model.forward(batch, pool) if use_graphs is None else run_step(graphs, batch)
             hidden.append(found.clone())
     torch.cuda.synchronize()
     for graphs in kinds:

@@ -28,7 +28,7 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from runtime.sampling import SamplingParams
-from tests.engine.graphs.chunks import NUM_RANKS, run_rank, suffix_graphs
+from tests.engine.graphs.chunks import NUM_RANKS, run_rank, run_step, suffix_graphs
 from tests.engine.parallel.counting_dispatcher import CountingDispatcher, local_dispatcher
 from tests.engine.parallel.thread_ranks import run_ranks
 from tests.engine.tiny import write_checkpoint
@@ -112,10 +112,9 @@ def run_short(model: DeepseekV3ForCausalLM, batch: ForwardBatch) -> tuple[Tensor
     pool = make_pool(model)
     graphs = make_graphs(model, pool)
     # What another step has left in the buffers is nobody's.
-    graphs.run(build_forward_batch(schedule([(1, 5), (9, 90), (14, 60)], 7), BLOCK_SIZE))
+    run_step(graphs, build_forward_batch(schedule([(1, 5), (9, 90), (14, 60)], 7), BLOCK_SIZE))
     pool.data.copy_(make_pool(model).data)
-    assert graphs.takes(batch)
-    return graphs.run(batch), pool.data[1:]
+    return run_step(graphs, batch), pool.data[1:]
 
 
 LONG = MAX_MODEL_LEN
@@ -179,7 +178,7 @@ def test_padding_goes_to_no_expert(checkpoint: Path) -> None:
     model = build(checkpoint, has_pages=True, execution=Execution(dispatcher=counting))
     graphs = make_graphs(model, make_pool(model))
     counting.num_rows = 0
-    graphs.run(build_forward_batch(schedule([(5, 40)]), BLOCK_SIZE))
+    run_step(graphs, build_forward_batch(schedule([(5, 40)]), BLOCK_SIZE))
     num_moe_layers, top_k = 2, 2
     assert counting.num_rows == 5 * top_k * num_moe_layers
 
@@ -188,7 +187,7 @@ def test_what_is_not_short_runs_as_before(paged: DeepseekV3ForCausalLM) -> None:
     graphs = make_graphs(paged, make_pool(paged))
 
     def takes(lengths: list[tuple[int, int]]) -> bool:
-        return graphs.takes(build_forward_batch(schedule(lengths), BLOCK_SIZE))
+        return graphs.kind_of(build_forward_batch(schedule(lengths), BLOCK_SIZE)) is not None
 
     assert takes([(24, LONG)])
     assert not takes([(25, LONG)])
@@ -200,9 +199,9 @@ def test_what_is_not_short_runs_as_before(paged: DeepseekV3ForCausalLM) -> None:
         max_num_seqs=1,
         max_model_len=50,
     )
-    assert not few.takes(build_forward_batch(schedule([(1, 9), (1, 9)]), BLOCK_SIZE))
-    assert not few.takes(build_forward_batch(schedule([(1, 51)]), BLOCK_SIZE))
-    assert not graphs.takes(ForwardBatch.dummy())
+    assert not few.kind_of(build_forward_batch(schedule([(1, 9), (1, 9)]), BLOCK_SIZE))
+    assert not few.kind_of(build_forward_batch(schedule([(1, 51)]), BLOCK_SIZE))
+    assert not graphs.kind_of(ForwardBatch.dummy())
 
 
 def test_a_step_that_attends_in_the_other_form_runs_as_before(checkpoint: Path) -> None:
@@ -213,7 +212,7 @@ def test_a_step_that_attends_in_the_other_form_runs_as_before(checkpoint: Path) 
     assert 1 < most < BUCKETS[-1]
     for count, is_short in ((most, True), (most + 1, False)):
         batch = build_forward_batch(schedule([(1, 9), (count, LONG)]), BLOCK_SIZE)
-        assert graphs.takes(batch) is is_short
+        assert (graphs.kind_of(batch) is not None) is is_short
 
 
 def test_a_runner_samples_the_same_and_hears_of_every_layer(paged: DeepseekV3ForCausalLM) -> None:

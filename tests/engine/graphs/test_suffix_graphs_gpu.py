@@ -23,7 +23,7 @@ from engine.sampling.sampler import Sampler
 from engine.side_stream import SideRule, SideStream
 from engine.streams import Streams
 from runtime.sampling import SamplingParams
-from tests.engine.graphs.chunks import suffix_graphs
+from tests.engine.graphs.chunks import run_step, suffix_graphs
 from tests.engine.graphs.uneven_main import NARROW
 from tests.engine.relative_error import relative_error
 
@@ -114,8 +114,7 @@ def run(
     with torch.inference_mode():
         for seed, lengths in enumerate(STEPS):
             batch = build_forward_batch(schedule(lengths, seed), BLOCK_SIZE, "cuda")
-            assert graphs.takes(batch)
-            found = model.forward(batch, pool) if use_graphs is None else graphs.run(batch)
+            found = model.forward(batch, pool) if use_graphs is None else run_step(graphs, batch)
             hidden.append(found.clone())
     torch.cuda.synchronize()
     graphs.close()

@@ -17,7 +17,7 @@ from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import Request, ScheduledRequest
 from runtime.sampling import SamplingParams
-from tests.engine.graphs.chunks import suffix_graphs
+from tests.engine.graphs.chunks import run_step, suffix_graphs
 from tests.engine.tiny import tiny_config, write_checkpoint
 
 PROMPTS = [[3, 14, 15, 9], [53, 2]]
@@ -89,6 +89,6 @@ def test_short_steps_of_fixed_shape_run_in_the_chosen_launches(
     )
     graphs.capture()
     before = recorder.num_blocks
-    graphs.run(batch)
+    run_step(graphs, batch)
     assert recorder.num_blocks == before + 1
     assert recorder.num_open == 0
