@@ -17,7 +17,8 @@ from router.pool.rank_watch import RankWatch
 from router.service import RouterService
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection, TierSection
-from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode, FakePrefill
+from tests.router.fakes import SECRET, FakeDecode, FakePrefill
+from tests.router.outputs import MAX_MODEL_LEN
 from tests.tcp_proxy import Proxy
 
 MODEL = "org/tiny-model"

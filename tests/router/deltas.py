@@ -9,7 +9,8 @@ from runtime.pb import common_pb2, decode_pb2, registry_pb2
 from runtime.wire import error_to_proto
 
 if TYPE_CHECKING:
-    from tests.router.fakes import FakeDecode, Tokens
+    from tests.router.fakes import FakeDecode
+    from tests.router.outputs import Tokens
 
 
 def delta_of(

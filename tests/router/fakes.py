@@ -1,15 +1,14 @@
 """A prefill worker and a decode rank that follow the contracts and compute nothing.
 
 They join the real registry over gRPC, hand out reservations and tickets, answer first tokens and
-stream frames; what a request's output is, and what goes wrong, is set by the test. They meet each
-other only through the reservation's nonce, as real workers do.
+stream frames; what a request's output is (`tests.router.outputs`), and what goes wrong, is set by
+the test. They meet each other only through the reservation's nonce, as real workers do.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from google.protobuf.message import Message
 
 from runtime.call_server import CallServer, CarriedMethod
 from runtime.errors import (
-    InvalidRequestError,
     OutOfBlocksError,
     StaleTicketError,
     TandemError,
@@ -36,12 +34,11 @@ from runtime.pb import (
 )
 from runtime.registration import RegistryClient
 from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
-from runtime.sampling import SamplingParams, finish_reason_after
+from runtime.sampling import SamplingParams
 from runtime.trace import trace_id
 from runtime.wire import (
     error_from_proto,
     error_to_proto,
-    finish_reason_to_proto,
     sampling_from_proto,
 )
 from tests.router.deltas import (
@@ -52,23 +49,12 @@ from tests.router.deltas import (
     position_logprobs,
     since,
 )
+from tests.router.outputs import MAX_MODEL_LEN, Choose, Script, Tokens
 from tests.tcp_proxy import Proxy
 
 SECRET = "test-secret"
 CREDENTIALS = Credentials.of_secret(SECRET)
 LAYOUT = "layout-1"
-MAX_MODEL_LEN = 256
-
-Script = Callable[[Sequence[int]], list[int]]
-"""The output tokens for a prompt, endless enough or ending in a stop token."""
-Choose = Callable[[Sequence[int], SamplingParams], int]
-"""The token that follows a context: of it and the seed alone, as in the engine."""
-
-
-def seeded_token(context: Sequence[int], sampling: SamplingParams) -> int:
-    """One of the printable bytes' tokens, which depends on every token of the context."""
-    text = f"{list(context)}, {sampling.seed}".encode()
-    return 30 + hashlib.blake2b(text, digest_size=2).digest()[0] % 60
 
 
 @dataclass
@@ -174,43 +160,6 @@ class FakeWorker:
         if self.calls is not None:
             calls, self.calls = self.calls, None
             await calls.stop(0.0)
-
-
-class Tokens:
-    """The output of one request, from some token on."""
-
-    def __init__(
-        self, worker: FakeWorker, context: list[int], num_output: int, sampling: SamplingParams
-    ) -> None:
-        """A context that nobody can have been given is an error: it would be wrong text."""
-        self._worker = worker
-        self._prompt = context[: len(context) - num_output]
-        self._output: list[int] = []
-        self._sampling = sampling
-        if self.until(num_output) != context[len(self._prompt) :]:
-            raise InvalidRequestError(f"the context {context} is not of our output")
-
-    def at(self, index: int) -> int:
-        return self.until(index + 1)[index]
-
-    def until(self, end: int) -> list[int]:
-        while len(self._output) < end:
-            choose = self._worker.choose
-            if choose is None:
-                self._output = self._worker.script(self._prompt)
-            else:
-                self._output.append(choose([*self._prompt, *self._output], self._sampling))
-        return self._output[:end]
-
-    def finish_at(self, index: int) -> common_pb2.FinishReason:
-        reason = finish_reason_after(
-            self.at(index),
-            num_output_tokens=index + 1,
-            num_tokens=len(self._prompt) + index + 1,
-            params=self._sampling,
-            max_model_len=MAX_MODEL_LEN,
-        )
-        return finish_reason_to_proto(reason)
 
 
 @dataclass

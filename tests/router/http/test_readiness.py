@@ -8,7 +8,8 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.router.conftest import MODEL, Cluster, StartRouter
-from tests.router.fakes import MAX_MODEL_LEN, SECRET, FakeDecode
+from tests.router.fakes import SECRET, FakeDecode
+from tests.router.outputs import MAX_MODEL_LEN
 
 COMPLETION = {"model": MODEL, "prompt": "hi", "max_tokens": 8}
 

@@ -11,7 +11,7 @@ from router.errors import RequestError
 from router.http.schema import ChatRequest, CompletionRequest, validated
 from router.http.tokenization import TokenizeRequest, as_generation
 from tests.router.conftest import ANSWER, MODEL, Cluster
-from tests.router.fakes import MAX_MODEL_LEN
+from tests.router.outputs import MAX_MODEL_LEN
 
 MESSAGES = [{"role": "user", "content": "say hello"}]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))

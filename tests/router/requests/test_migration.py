@@ -17,7 +17,8 @@ from runtime.errors import (
     TransferFailedError,
 )
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
-from tests.router.fakes import FakeDecode, seeded_token
+from tests.router.fakes import FakeDecode
+from tests.router.outputs import seeded_token
 
 LONG = " ".join([ANSWER] * 3)
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}

@@ -16,7 +16,8 @@ import aiohttp
 from router.text.tokenizer import Tokenizer
 from runtime.pb import decode_pb2, registry_pb2
 from tests.router.conftest import MODEL
-from tests.router.fakes import MAX_MODEL_LEN, FakeDecode, FakePrefill
+from tests.router.fakes import FakeDecode, FakePrefill
+from tests.router.outputs import MAX_MODEL_LEN
 
 PER_HOST = 8
 NUM_BLOCKS = 4096
