@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Generic, TypeVar, cast
 
+from bench.torchrun import rendezvous_of
 from deploy.errors import ClusterError
 from deploy.ports import free_port
 from engine.boot.jit_cache import use_jit_cache
@@ -111,7 +112,7 @@ def _torchrun_place(environment: Mapping[str, str]) -> RankPlace | None:
         rank=int(environment["RANK"]),
         world_size=int(environment["WORLD_SIZE"]),
         local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-        rendezvous=f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
+        rendezvous=rendezvous_of(environment),
     )
 
 

@@ -1,14 +1,14 @@
 """All-gather, reduce-scatter and combine between the GPUs of one host, alone and behind products.
 
-On a host with N GPUs start ``python -m bench.kernels.collectives --json OUT.json`` N times, with
-RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT in the environment. Each size is
-the whole tensor: what an all-gather returns, what a reduce-scatter is given; a combine has as many
-rows of sums, which it makes itself (`bench.kernels.pair_sums`). Compared: NCCL as it is, with few
-blocks and by its policies, and our own by NVLink stores, one in flight, of which a receive is
-launched behind the products. "GB/s" is what a GPU sends, (N - 1) / N of the size, over the time of
-the slowest rank; a combine by stores sends less. "with GEMM" starts the collective, launches
-products that take half as long again, and waits: what it takes longer than the products alone is
-exposed. Results are checked before they are timed.
+On a host with N GPUs run ``python -m torch.distributed.run --nproc-per-node N -m
+bench.kernels.collectives --json OUT.json``. Each size is the whole tensor: what an all-gather
+returns, what a reduce-scatter is given; a combine has as many rows of sums, which it makes itself
+(`bench.kernels.pair_sums`). Compared: NCCL as it is, with few blocks and by its policies, and our
+own by NVLink stores, one in flight, of which a receive is launched behind the products. "GB/s" is
+what a GPU sends, (N - 1) / N of the size, over the time of the slowest rank; a combine by stores
+sends less. "with GEMM" starts the collective, launches products that take half as long again, and
+waits: what it takes longer than the products alone is exposed. Results are checked before they are
+timed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from bench.kernels.device_time import median_seconds
 from bench.kernels.fp8 import fp8_of, quantize
 from bench.kernels.pair_sums import draw_pairs, start_combine, sum_of
+from bench.torchrun import rendezvous_of
 from engine.boot.jit_cache import use_jit_cache
 from engine.formats.stored_weight import StoredWeight
 from engine.kernels.base import Kernels
@@ -291,7 +292,7 @@ def main() -> None:
     use_jit_cache()
     groups = init_process_groups(
         ParallelDims(tp=size, rank=rank),
-        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+        rendezvous_of(os.environ),
         backend="cpu:gloo,cuda:nccl",
     )
     with torch.inference_mode():

@@ -23,6 +23,7 @@ import torch
 from bench.engine.machine import describe_machine
 from bench.kernels.expert_rank import NUM_GROUPS, TOP_K, Bench, capture
 from bench.kernels.fp8 import quantize
+from bench.torchrun import rendezvous_of
 from engine.parallel.deep_ep import open_low_latency_buffer, open_normal_buffer
 from engine.parallel.deep_ep_buffers import NormalBuffer
 from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispatcher
@@ -276,7 +277,7 @@ def main() -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     groups: ProcessGroups = init_process_groups(
         ParallelDims(dp=size, ep=size, rank=rank),
-        f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",
+        rendezvous_of(os.environ),
         backend="cpu:gloo,cuda:nccl",
     )
     results: list[dict[str, Any]] = []
