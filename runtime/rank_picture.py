@@ -97,19 +97,26 @@ def describe(picture: RankPicture) -> dict[str, object]:
         "wait_shares": [[round(share, 5) for share in row] for row in picture.rows()],
         "findings": [
             {
-                "kind": finding.kind.value,
-                "rank": finding.rank,
-                "source": finding.source,
-                "ratio": round(finding.ratio, 4),
-                "share": round(finding.share, 5),
-                "confidence": round(finding.confidence, 1),
-                "evidence": dict(finding.evidence),
+                **describe_finding(finding),
                 "text": words_of(finding),
                 "advice": ADVICE[finding.kind],
                 "is_fault": finding.kind.is_fault,
             }
             for finding in picture.findings
         ],
+    }
+
+
+def describe_finding(finding: Finding) -> dict[str, object]:
+    """What was found, without words."""
+    return {
+        "kind": finding.kind.value,
+        "rank": finding.rank,
+        "source": finding.source,
+        "ratio": round(finding.ratio, 4),
+        "share": round(finding.share, 5),
+        "confidence": round(finding.confidence, 1),
+        "evidence": dict(finding.evidence),
     }
 
 

@@ -38,7 +38,7 @@ from bench.ranks.faults import (
     sleeper,
     spinning,
 )
-from bench.ranks.judged import Blocks, alarms_of, describe_finding, show_looks
+from bench.ranks.judged import Blocks, alarms_of, report_finding, show_looks
 from bench.ranks.live import LiveRank, Stretch
 from bench.ranks.quiet import beside_others, median_own_s, run_quiet, show_quiet
 from engine.graphs.graph_runner import GraphRunner
@@ -241,7 +241,7 @@ def _describe_fault(
         "found_in_windows": [sum(hits), len(hits)],
         "found_by_window": hits,
         "other_alarms": alarms_of(windows, fault.places),
-        "first_window": [describe_finding(finding) for finding in windows[0]],
+        "first_window": [report_finding(finding) for finding in windows[0]],
         "recorded": _describe_blocks(stretch.blocks),
     }
 

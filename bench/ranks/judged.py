@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.ranks.faults import Place
 from runtime.rank_judge import MOST_BLOCKS, RankJudge
+from runtime.rank_picture import describe_finding
 from runtime.rank_waits import BLOCKS_OF_WINDOW, RankBlock, window_of
 from runtime.slow_ranks import Finding
 
@@ -62,24 +63,17 @@ class JudgedBlocks:
 def alarms_of(windows: Looks, expected: frozenset[Place]) -> list[object]:
     """Return the faults that are none, with the number of the window."""
     return [
-        [number, describe_finding(each)]
+        [number, report_finding(each)]
         for number, found in enumerate(windows)
         for each in found
         if each.kind.is_fault and (each.kind, each.rank, each.source) not in expected
     ]
 
 
-def describe_finding(finding: Finding) -> Mapping[str, object]:
-    """Return it for a report."""
-    return {
-        "kind": finding.kind.value,
-        "rank": finding.rank,
-        "source": finding.source,
-        "ratio": round(finding.ratio, 4),
-        "share": round(finding.share, 5),
-        "confidence": round(finding.confidence, 1),
-        "evidence": {name: float(f"{value:.4g}") for name, value in finding.evidence.items()},
-    }
+def report_finding(finding: Finding) -> Mapping[str, object]:
+    """Return it for a report: of its evidence, digits that mean something."""
+    evidence = {name: float(f"{value:.4g}") for name, value in finding.evidence.items()}
+    return {**describe_finding(finding), "evidence": evidence}
 
 
 def longest_alarm(looks: Looks) -> int:
