@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime.pb import registry_pb2
 from runtime.rank_waits import RankBlock, WaitWindow
-from runtime.slow_ranks import Finding, SlowKind
+from runtime.slow_ranks import Finding, SlowKind, describe_finding
 
 ADVICE = {
     SlowKind.SENDER: "look at its clocks, power and temperature (nvidia-smi -q -d PERFORMANCE), "
@@ -104,19 +104,6 @@ def describe(picture: RankPicture) -> dict[str, object]:
             }
             for finding in picture.findings
         ],
-    }
-
-
-def describe_finding(finding: Finding) -> dict[str, object]:
-    """What was found, without words."""
-    return {
-        "kind": finding.kind.value,
-        "rank": finding.rank,
-        "source": finding.source,
-        "ratio": round(finding.ratio, 4),
-        "share": round(finding.share, 5),
-        "confidence": round(finding.confidence, 1),
-        "evidence": dict(finding.evidence),
     }
 
 

@@ -79,6 +79,19 @@ class Finding:
     evidence: Mapping[str, float]
 
 
+def describe_finding(finding: Finding) -> dict[str, object]:
+    """What was found, without words."""
+    return {
+        "kind": finding.kind.value,
+        "rank": finding.rank,
+        "source": finding.source,
+        "ratio": round(finding.ratio, 4),
+        "share": round(finding.share, 5),
+        "confidence": round(finding.confidence, 1),
+        "evidence": dict(finding.evidence),
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """At one window.
