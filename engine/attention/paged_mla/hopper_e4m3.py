@@ -1,11 +1,13 @@
 """The kernel for Hopper's tensor cores, latents in e4m3, widened while tensor cores multiply.
 
 A step is a pair of tiles: each group of warps makes the scores of one, so that queries are read
-from shared memory once for both, and half of the columns of all sums. Threads read the next pair's
-bytes into registers while the tensor cores multiply this one's values, and write them as float16,
-which holds them exactly, when the columns that they replace have been multiplied. Probabilities
-take the place of the pair's last 64 columns. Queries are brought in as they are, and converted in
-their place.
+from shared memory once for both, and half of the columns of all sums. Threads ask for half of the
+next pair's bytes when this one's scores are there, and for the rest while the tensor cores multiply
+values, and write them as float16, which holds them exactly, when the columns that they replace have
+been multiplied. Probabilities take the place of the pair's last 64 columns. Queries are brought in
+as they are, and converted in their place.
+
+A pair is brought to the L2 cache one step before threads read it.
 
 Sums fade only when some row's top has risen by much (`MOST`), as in FlashAttention-4: a weight may
 be larger than one until then, and the factor of each row is applied at the end.
@@ -18,6 +20,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from engine.attention.paged_mla.hopper_latents import (
+    FIRST,
+    PAIR,
+    fetch,
+    find_rows,
+    read,
+    widen,
+)
 from engine.attention.paged_mla.hopper_pieces import (
     COLUMNS,
     PART_INTS,
@@ -37,15 +47,9 @@ from engine.attention.paged_mla.hopper_pieces import (
     synchronize,
 )
 
-PAIR = gl.constexpr(128)
-
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))
 _SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16]))
 _NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-# Four words a thread, eight rows a warp: neither reading nor writing do threads meet in a bank.
-_WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0]))
-_FIRST = gl.constexpr(256)
-"""Columns of the first half of a tile; the second has as many, and R."""
 
 # Scores [64, 2, 64]: a group of warps has a tile.
 _GROUPS = gl.constexpr(
@@ -94,13 +98,6 @@ _ALL = gl.constexpr(
 MOST = gl.constexpr(8.0)
 """Logarithm of the largest weight of a position, relative to a row's top when it was last moved."""
 
-_UNPACK = gl.constexpr(
-    """{ .reg .b16 low, high;
-    mov.b32 {low, high}, $2;
-    cvt.rn.f16x2.e4m3x2 $0, low;
-    cvt.rn.f16x2.e4m3x2 $1, high; }"""
-)
-
 
 @gluon.jit(
     do_not_specialize=["table_width"],
@@ -115,8 +112,8 @@ def attend(
     """Attend to latents in e4m3, rows of bytes `pitch` apart; see `hopper_kernel.attend`."""
     q_c = gl.allocate_shared_memory(gl.float16, [1, M, C], SHARED)
     q_r = gl.allocate_shared_memory(gl.float16, [1, M, R], SHARED)
-    k_0 = gl.allocate_shared_memory(gl.float16, [1, PAIR, _FIRST], SHARED)
-    k_1 = gl.allocate_shared_memory(gl.float16, [1, PAIR, C - _FIRST], SHARED)
+    k_0 = gl.allocate_shared_memory(gl.float16, [1, PAIR, FIRST], SHARED)
+    k_1 = gl.allocate_shared_memory(gl.float16, [1, PAIR, C - FIRST], SHARED)
     k_r = gl.allocate_shared_memory(gl.float16, [1, PAIR, R], SHARED)
     tops = gl.allocate_shared_memory(gl.float32, [M, 2], _TOPS)
     steps = gl.allocate_shared_memory(gl.float32, [4, 2], _TOPS)
@@ -138,8 +135,8 @@ def attend(
         rows = first_row + gl.arange(0, M, gl.SliceLayout(1, _SCORES))
         # Behind `stop` positions are another part's, or nobody's.
         visible = gl.minimum(prefix + rows // num_heads + 1, stop)
-        sums_0 = gl.zeros([M, _FIRST], gl.float32, _SUMS)
-        sums_1 = gl.zeros([M, _FIRST], gl.float32, _SUMS)
+        sums_0 = gl.zeros([M, FIRST], gl.float32, _SUMS)
+        sums_1 = gl.zeros([M, FIRST], gl.float32, _SUMS)
         weights = gl.zeros([M, 2, 4], gl.float32, _WEIGHTS)
         top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, _SCORES))
         if num_tiles > 0:
@@ -186,7 +183,7 @@ def _take_queries(bar, phase, T: gl.constexpr, q_c, q_r):
 @gluon.jit
 def _score_second(scores, q_c, q_r, k_1, k_r):
     """Begin to add the products of the second halves."""
-    q = q_c.slice(_FIRST, C - _FIRST, dim=1)
+    q = q_c.slice(FIRST, C - FIRST, dim=1)
     scores = hopper.warpgroup_mma(q, k_1.permute([1, 0]), scores, is_async=True)
     return hopper.warpgroup_mma(q_r, k_r.permute([1, 0]), scores, is_async=True)
 
@@ -251,16 +248,16 @@ def _finish(
     if is_cut:
         rows = gl.arange(0, M, gl.SliceLayout(1, _SCORES))
         gl.store(piece_logs + rows, logs, mask=rows < num_rows)
-        whole = k_0._reinterpret(gl.float32, [M, _FIRST], SHARED_32)
+        whole = k_0._reinterpret(gl.float32, [M, FIRST], SHARED_32)
         _write(sums_0, whole, num_rows, piece, WIDE_32)
-        whole = k_1._reinterpret(gl.float32, [M, _FIRST], SHARED_32)
-        _write(sums_1, whole, num_rows, piece + _FIRST, WIDE_32)
+        whole = k_1._reinterpret(gl.float32, [M, FIRST], SHARED_32)
+        _write(sums_1, whole, num_rows, piece + FIRST, WIDE_32)
     else:
         T: gl.constexpr = out.dtype.element_ty
-        room = k_0._reinterpret(T, [2, M, _FIRST], SHARED).index(0)
+        room = k_0._reinterpret(T, [2, M, FIRST], SHARED).index(0)
         _write(sums_0, room, num_rows, out, WIDE)
-        room = k_1._reinterpret(T, [2, M, _FIRST], SHARED).index(0)
-        _write(sums_1, room, num_rows, out + _FIRST, WIDE)
+        room = k_1._reinterpret(T, [2, M, FIRST], SHARED).index(0)
+        _write(sums_1, room, num_rows, out + FIRST, WIDE)
     # The next piece's queries are brought to where this one's rows are.
     hopper.fence_async_shared()
     synchronize()
@@ -276,53 +273,19 @@ def _write(values, room, num_rows, target, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _find_rows(table, tile, num_left, block_rows, BLOCK_TILES: gl.constexpr):
-    """Return where a pair of tiles begins, of which `num_left` are there."""
-    first = gl.load(table + tile // BLOCK_TILES, mask=num_left > 0, other=0)
-    second = gl.load(table + (tile + 1) // BLOCK_TILES, mask=num_left > 1, other=0)
-    first = first * block_rows + tile % BLOCK_TILES * N
-    return first, second * block_rows + (tile + 1) % BLOCK_TILES * N
-
-
-@gluon.jit
-def _read(latents, pitch, rows, num_kept, first_column: gl.constexpr, WIDTH: gl.constexpr):
-    """Return columns of a pair of tiles, four to a word, zeros from row `num_kept` on."""
-    # What lies behind the last position is anybody's, NaN too, and 0 times NaN is NaN.
-    words, pitch = latents.to(gl.pointer_type(gl.int32), bitcast=True), pitch // 4
-    first, second = rows
-    here = gl.arange(0, PAIR, gl.SliceLayout(1, _WORDS))
-    starts = (gl.where(here < N, first, second - N) + here).to(gl.int64) * pitch
-    columns = first_column // 4 + gl.arange(0, WIDTH // 4, gl.SliceLayout(0, _WORDS))
-    return gl.load(
-        words + starts[:, None] + columns[None, :], mask=(here < num_kept)[:, None], other=0
-    )
-
-
-@gluon.jit
-def _widen(words, wide):
-    """Write words of four e4m3 as float16, which holds them exactly."""
-    low, high = gl.inline_asm_elementwise(
-        _UNPACK, "=r,=r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    width: gl.constexpr = wide.shape[1] // 2
-    pairs = wide._reinterpret(gl.int32, [PAIR, width], SHARED_32)
-    pairs.store(gl.join(low, high).reshape([PAIR, width]))
-
-
-@gluon.jit
 def _walk(
     sums_0, sums_1, weights, top, visible, scale, q_c, q_r, k_0, k_1, k_r, tops, steps,
     bar, phase, T: gl.constexpr, latents, pitch, table, begin, num_tiles, stop, all_visible,
     block_rows, BLOCK_TILES: gl.constexpr,
 ):  # fmt: skip
     """Attend to a piece's tiles, of which there is at least one."""
-    rows = _find_rows(table, begin, num_tiles, block_rows, BLOCK_TILES)
-    first = _read(latents, pitch, rows, stop - begin * N, 0, _FIRST)
-    second = _read(latents, pitch, rows, stop - begin * N, _FIRST, C - _FIRST)
-    rotated = _read(latents, pitch, rows, stop - begin * N, C, R)
-    coming = _find_rows(table, begin + 2, num_tiles - 2, block_rows, BLOCK_TILES)
+    rows = find_rows(table, begin, num_tiles, block_rows, BLOCK_TILES)
+    first = read(latents, pitch, rows, stop - begin * N, 0, FIRST)
+    second = read(latents, pitch, rows, stop - begin * N, FIRST, C - FIRST)
+    rotated = read(latents, pitch, rows, stop - begin * N, C, R)
+    coming = find_rows(table, begin + 2, num_tiles - 2, block_rows, BLOCK_TILES)
     _take_queries(bar, phase, T, q_c, q_r)
-    _widen(first, k_0.index(0))
+    widen(first, k_0.index(0))
     hopper.fence_async_shared()
     synchronize()
     for pair in range((num_tiles + 1) // 2):
@@ -334,17 +297,19 @@ def _walk(
         # Nothing is being multiplied here: the compiler orders products across a loop's end.
         zeros = gl.zeros([M, PAIR], gl.float32, _SCORES)
         soon = hopper.warpgroup_mma(
-            q_c.index(zero).slice(0, _FIRST, dim=1), k_0.index(zero).permute([1, 0]), zeros,
+            q_c.index(zero).slice(0, FIRST, dim=1), k_0.index(zero).permute([1, 0]), zeros,
             use_acc=False, is_async=True,
         )  # fmt: skip
-        _widen(second, k_1.index(zero))
-        _widen(rotated, k_r.index(zero))
+        widen(second, k_1.index(zero))
+        widen(rotated, k_r.index(zero))
         hopper.fence_async_shared()
         synchronize()
         soon = _score_second(
             soon, q_c.index(zero), q_r.index(zero), k_1.index(zero), k_r.index(zero)
         )
         scores = hopper.warpgroup_mma_wait(0, deps=(soon,))
+        # Scores keep shared memory busy, and words come through the same door: it is free now.
+        first = read(latents, pitch, coming, left, 0, FIRST)
         scores = _compare(scores, tile * N, visible, all_visible, top, tops, steps)
         synchronize()
         shares, top, weights, sums_0, sums_1 = _weigh(
@@ -357,15 +322,15 @@ def _walk(
         synchronize()
         soon_0 = hopper.warpgroup_mma(shared, k_0.index(zero), sums_0, is_async=True)
         # A fence waits for what is under way, so here words are read, far before the next one.
-        first = _read(latents, pitch, coming, left, 0, _FIRST)
-        second = _read(latents, pitch, coming, left, _FIRST, C - _FIRST)
-        rotated = _read(latents, pitch, coming, left, C, R)
-        coming = _find_rows(table, tile + 4, num_tiles - 2 * pair - 4, block_rows, BLOCK_TILES)
+        second = read(latents, pitch, coming, left, FIRST, C - FIRST)
+        rotated = read(latents, pitch, coming, left, C, R)
+        coming = find_rows(table, tile + 4, num_tiles - 2 * pair - 4, block_rows, BLOCK_TILES)
         soon_1 = hopper.warpgroup_mma(shared, k_1.index(zero), sums_1, is_async=True)
+        fetch(latents, pitch, coming, num_tiles - 2 * pair - 4)
         sums_0 = hopper.warpgroup_mma_wait(1, deps=(soon_0,))
         synchronize()
         # Zeros behind the last tile, which nobody reads.
-        _widen(first, k_0.index(zero))
+        widen(first, k_0.index(zero))
         hopper.fence_async_shared()
         sums_1 = hopper.warpgroup_mma_wait(0, deps=(soon_1,))
         synchronize()

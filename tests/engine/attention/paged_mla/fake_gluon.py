@@ -257,6 +257,8 @@ def _widen_words(
     text: str, _constraints: str, arguments: list[Tensor], **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Do what the only instructions say that are written out: four e4m3 become float16."""
+    if "cp.async.bulk.prefetch.L2" in text:
+        return torch.zeros(()), torch.zeros(())  # nobody reads what it returns
     assert "cvt.rn.f16x2.e4m3x2" in text
     (words,) = arguments
     values = words.contiguous().view(torch.float8_e4m3fn).half()

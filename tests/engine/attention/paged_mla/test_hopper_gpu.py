@@ -37,7 +37,8 @@ def modules(*names: str) -> list[Any]:
 def attend(case: PagedCase, num_places: int, scale: float = SCALE) -> Tensor:
     """Attend in as many parts as a GPU of so many multiprocessors would; merge by hand."""
     is_fp8 = case.cache.dtype == torch.float8_e4m3fn
-    found = modules("hopper_pieces", "hopper_e4m3" if is_fp8 else "hopper_kernel")
+    names = ("hopper_latents", "hopper_e4m3") if is_fp8 else ("hopper_kernel",)
+    found = modules("hopper_pieces", *names)
     num_heads = case.q_THL.shape[1]
     tiles = [-(-queries * num_heads // TILE) for queries, _ in case.lengths]
     table, _ = parts_on_host(case.lengths, tiles, num_places)
