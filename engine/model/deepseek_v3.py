@@ -35,10 +35,11 @@ from engine.layers.mla import MLA
 from engine.layers.moe import MoE, create_expert_dispatcher
 from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.memory.kv_pool import KVPool
-from engine.micro_batches import halve
+from engine.micro_batches import OverlapRule, halve
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
 from engine.operations import Operations, do_nothing, interleave, run
+from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import experts_are_quantized
@@ -202,7 +203,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         meanwhile: Callable[[], None],
     ) -> Tensor:
         """Run one step, as one or two micro-batches."""
-        parts = self._split(batch)
+        parts = _split(batch, self._overlap, self.groups.dims)
         layer_done = _when_all_have_called(len(parts), on_layer_done)
         operations = [self._operations(part, kv_pool, layer_done) for part in parts]
         if self._overlap is None or len(operations) == 1:
@@ -233,15 +234,6 @@ class DeepseekV3ForCausalLM(nn.Module):
     def _launching(self, batch: ForwardBatch) -> AbstractContextManager[None]:
         """Return in what the kernels of a step are launched: short ones in the chosen way."""
         return self._launches() if batch.is_short else nullcontext()
-
-    def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
-        """Return the micro-batches of a step: one, or two if they are to overlap."""
-        if self._overlap is None or not batch.lengths:  # of fixed shape, and small
-            return (batch,)
-        is_collective = min(self.groups.dims.dp, self.groups.dims.ep) > 1
-        if batch.num_tokens < self._overlap.min_tokens and not is_collective:
-            return (batch,)
-        return halve(batch)
 
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         """Map final hidden states [L, D] to float32 logits [L, vocab_size]; no collective."""
@@ -325,6 +317,18 @@ class DeepseekV3ForCausalLM(nn.Module):
         for name, module in self.named_modules(prefix=prefix):
             if module is not self and isinstance(module, HoldsWeights):
                 yield from module.weight_slices(name)
+
+
+def _split(
+    batch: ForwardBatch, overlap: OverlapRule | None, dims: ParallelDims
+) -> tuple[ForwardBatch, ...]:
+    """Return the micro-batches of a step: one, or two if they are to overlap."""
+    if overlap is None or not batch.lengths:  # of fixed shape, and small
+        return (batch,)
+    is_collective = min(dims.dp, dims.ep) > 1
+    if batch.num_tokens < overlap.min_tokens and not is_collective:
+        return (batch,)
+    return halve(batch)
 
 
 def _unused_prefixes(config: DeepseekV3Config, with_mtp: bool) -> tuple[str, ...]:
