@@ -12,11 +12,13 @@ are wanted.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.asking_rows import LastRows
 from engine.attention.attention_plan import AttentionStep
 from engine.attention.attention_rule import AttentionRule
 from engine.attention.kv_spec import KVSpec
@@ -241,7 +243,12 @@ class DeepseekV3ForCausalLM(nn.Module):
         return logits
 
     def forward_mtp(
-        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        last: LastRows | None = None,
     ) -> Tensor:
         """Run the first MTP layer: from a token and its successor, predict the one after.
 
@@ -251,17 +258,21 @@ class DeepseekV3ForCausalLM(nn.Module):
             next_ids: [T] int64, the token that follows each of them.
             batch: positions, slots and contexts of the tokens themselves (not of the successors).
             kv_pool: with one layer more than the decoder has.
+            last: the rows that are to guess; None for all of them. The KV is written of all.
 
         Returns:
-            [T, D], for `compute_logits`, which then scores the token after `next_ids`.
+            [T, D] ([S, D] of last rows), whose logits then score the token after `next_ids`.
         """
-        layer = self._mtp_layer()
-        take, num_tokens = self._sharding.take, batch.num_tokens
+        layer, sharding, num_rows = self._mtp_layer(), self._sharding, batch.num_tokens
         with self._launching(batch):
-            step = self._plan(batch, kv_pool)
+            step, take = self._plan(batch, kv_pool), sharding.take
+            if last is not None:
+                num_rows, take = len(last.place_S), partial(last.take, sharding)
+                own_rows = sharding.count(last.num_seqs, num_rows)
+                step = replace(step, asking=last.asking(sharding), num_rows=own_rows)
             embedded = self.model.embed_tokens(take(next_ids))
             normed = run(layer.draft(embedded, take(hidden), step))
-            return self._sharding.start_gather(normed, num_tokens).wait()
+            return sharding.start_gather(normed, num_rows).wait()
 
     def remember_mtp(
         self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
