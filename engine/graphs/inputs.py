@@ -174,29 +174,39 @@ class StaticInputs:
             bucket: B.
             kept_SK: [S, K] int64, drafts by slot; K may be 0.
         """
+        num_ahead = self._num_ahead(bucket)
         kept = kept_SK.index_select(0, self._column(IntColumn.SLOT, bucket))
         first = self._column(IntColumn.DRAFT, bucket)[:, None]
         given = torch.cat((first, torch.full_like(kept, NO_DRAFT)), dim=1)[:, : kept.shape[1]]
         return DraftedSequences(
             token_ids_B=self._token_ids(bucket),
-            positions_B=self._column(IntColumn.SEQ_LEN, bucket) - 1 + self.num_ahead(bucket),
+            positions_B=self._column(IntColumn.SEQ_LEN, bucket) - 1 + num_ahead,
             drafts_BK=torch.where(first == KEPT_DRAFTS, kept, given),
+            num_ahead_B=num_ahead,
             capacity_B=self._column(IntColumn.CAPACITY, bucket),
             block_tables_BW=self._tables[:bucket],
             num_seqs=self._num_seqs,
             block_size=self._block_size,
         )
 
-    def num_ahead(self, bucket: int) -> Tensor:
-        """Return [B] int64, tokens that the step before gave and the host did not count."""
+    def _num_ahead(self, bucket: int) -> Tensor:
+        """Return [B] int64; see `DraftedSequences`."""
         source = self._column(IntColumn.SOURCE, bucket)
         counts = self._unread_counts.index_select(0, source.clamp_min(0))
         return (counts - 1).masked_fill(source < 0, 0)
 
-    def sampling_rows(self, bucket: int) -> SamplingRows:
-        """Return what the sampler is told of a step of `bucket` sequences."""
-        integers = {column: self._column(column, bucket) for column in IntColumn}
-        floats = {column: self._floats[column, :bucket] for column in FloatColumn}
+    def sampling_rows(self, bucket: int, num_rows: int = 1) -> SamplingRows:
+        """Return what the sampler is told of a step of `bucket` sequences of equally many rows.
+
+        Args:
+            bucket: B.
+            num_rows: R, of each sequence; those of a sequence come one after another.
+        """
+        integers_B, floats_B = self._integers[:, :bucket], self._floats[:, :bucket]
+        if num_rows > 1:
+            integers_B = integers_B.repeat_interleave(num_rows, dim=1)
+            floats_B = floats_B.repeat_interleave(num_rows, dim=1)
+        integers, floats = integers_B.unbind(), floats_B.unbind()
         return SamplingRows(
             slot=integers[IntColumn.SLOT],
             output_index=integers[IntColumn.OUTPUT_INDEX],
@@ -209,6 +219,10 @@ class StaticInputs:
             frequency=floats[FloatColumn.FREQUENCY],
             presence=floats[FloatColumn.PRESENCE],
         )
+
+    def slots(self, bucket: int) -> Tensor:
+        """Return the sampler's slots of `bucket` sequences, [B] int64."""
+        return self._column(IntColumn.SLOT, bucket)
 
     def _token_ids(self, bucket: int) -> Tensor:
         """Return the last token of each sequence, [B] int64."""
