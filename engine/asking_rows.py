@@ -24,12 +24,12 @@ class LastRows:
         place_S: [S] int64, which of the R rows of its sequence.
         num_rows: R.
         num_seqs: [1] int64 on the device, how many of the sequences, the first ones, are
-            somebody's; the others are padding.
+            somebody's; the others are padding. None where there is none.
     """
 
     place_S: Tensor
     num_rows: int
-    num_seqs: Tensor
+    num_seqs: Tensor | None
 
     def of(self, rows_T: Tensor) -> Tensor:
         """Return them among the rows [T, ...] of all sequences, [S, ...]."""

@@ -35,7 +35,8 @@ class DraftedSequences:
             are behind them.
         capacity_B: int64, positions whose KV has a place, and is wanted.
         block_tables_BW: int32.
-        num_seqs: [1] int64, how many of the sequences, the first ones, are somebody's.
+        num_seqs: [1] int64, how many of the sequences, the first ones, are somebody's; None for
+            all.
         block_size: tokens per block.
     """
 
@@ -45,7 +46,7 @@ class DraftedSequences:
     num_ahead_B: Tensor
     capacity_B: Tensor
     block_tables_BW: Tensor
-    num_seqs: Tensor
+    num_seqs: Tensor | None
     block_size: int
 
     @cached_property
@@ -55,7 +56,7 @@ class DraftedSequences:
         behind = torch.arange(1, drafts.shape[1] + 1, device=drafts.device)
         has_place = self.positions_B[:, None] + behind < self.capacity_B[:, None]
         is_usable = ((drafts >= 0) & has_place).cumprod(dim=1).bool()
-        return drafts.masked_fill(~is_usable, NO_DRAFT)
+        return torch.where(is_usable, drafts, NO_DRAFT)
 
     @cached_property
     def verifying(self) -> ForwardBatch:
@@ -76,9 +77,9 @@ class DraftedSequences:
     def _rows(self, ids_BR: Tensor, positions_BR: Tensor, is_real_BR: Tensor) -> ForwardBatch:
         num_seqs, num_rows = ids_BR.shape
         size, tables = self.block_size, self.block_tables_BW
-        positions = positions_BR.masked_fill(~is_real_BR, 0)
+        positions = positions_BR * is_real_BR
         blocks = tables.gather(1, torch.div(positions, size, rounding_mode="floor")).long()
-        slots = (blocks * size + positions % size).masked_fill(~is_real_BR, 0)
+        slots = (blocks * size + positions % size) * is_real_BR
         starts = torch.arange(num_seqs * num_rows + 1, device=ids_BR.device)
         return ForwardBatch(
             input_ids=ids_BR.flatten(),
@@ -89,5 +90,5 @@ class DraftedSequences:
             block_tables=tables[:, None].expand(-1, num_rows, -1).flatten(0, 1),
             logits_indices=starts[:-1],
             max_seqlen_q=1,
-            num_rows=self.num_seqs * num_rows,
+            num_rows=None if self.num_seqs is None else self.num_seqs * num_rows,
         )

@@ -160,11 +160,10 @@ class DraftingBody:
     def _choose_at_once(self, logits: Tensor, bucket: int) -> Tensor:
         """Choose in all rows [B * R, V] of greedy sequences, [B, R]."""
         num_rows = self._num_rows
-        rows = self._static.sampling_rows(bucket, num_rows)
         behind = torch.arange(num_rows, device=logits.device)
-        ahead = self._sequences(bucket).num_ahead_B[:, None] + behind
-        here = replace(rows, output_index=rows.output_index + ahead.flatten())
-        return self._sampler.choose(logits, here, SamplingStage.GREEDY).view(bucket, num_rows)
+        ahead = (self._sequences(bucket).num_ahead_B[:, None] + behind).flatten()
+        rows = self._static.sampling_rows(bucket, num_rows=num_rows, ahead=ahead)
+        return self._sampler.choose(logits, rows, SamplingStage.GREEDY).view(bucket, num_rows)
 
     def _choose_in_turn(self, logits: Tensor, drafts: Tensor, is_finite: Tensor) -> Tensor:
         """Choose in all rows [B * R, V], [B, R]; a row counts what those before it have chosen."""
@@ -246,5 +245,4 @@ class DraftingBody:
 
     def _sampling_rows(self, bucket: int) -> SamplingRows:
         """Return what the sampler is told of the first row of each sequence."""
-        rows = self._static.sampling_rows(bucket)
-        return replace(rows, output_index=rows.output_index + self._sequences(bucket).num_ahead_B)
+        return self._static.sampling_rows(bucket, ahead=self._sequences(bucket).num_ahead_B)

@@ -87,9 +87,10 @@ def grouped_mlp(
     gate_up_GC = torch.cat([w13[run.expert].mm(rows_DM[:, run.rows]) for run in runs], dim=1)
     gate_FC, up_FC = gate_up_GC.chunk(2)
     hidden_FC = F.silu(gate_FC).mul_(up_FC).t().contiguous().t()
-    out_DC = torch.cat([w2[run.expert].mm(hidden_FC[:, run.columns]) for run in runs], dim=1)
+    hidden = hidden_FC.split_with_sizes([len(run.columns) for run in runs], dim=1)
+    out = [w2[run.expert].mm(own_FC) for run, own_FC in zip(runs, hidden, strict=True)]
     own = [column for run in runs for column in run.own_columns]
-    return out_DC.t()[own]
+    return torch.cat(out, dim=1).t()[own]
 
 
 class _Run(NamedTuple):
@@ -104,7 +105,7 @@ class _Run(NamedTuple):
 
     expert: int
     rows: slice
-    columns: slice
+    columns: range
     own_columns: range
 
 
@@ -118,7 +119,7 @@ def _runs(num_rows_per_expert: Sequence[int], num_rows: int) -> Iterator[_Run]:
             yield _Run(
                 expert=expert,
                 rows=slice(first, first + width),
-                columns=slice(column, column + width),
+                columns=range(column, column + width),
                 own_columns=range(own, own + count),
             )
             row, column = row + count, column + width
