@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.asking_rows import AskingRows
 from engine.attention.absorbed_groups import (
     AbsorbedGroup,
     PagedGroup,
@@ -107,7 +108,9 @@ class AttentionPlan:
 class AttentionStep:
     """What layers need beside the hidden states: the same object for all layers of a step.
 
-    All but `num_rows`, of this rank's own rows, is for attention.
+    All but `num_rows`, of this rank's own rows, is for attention. Where only some rows are
+    `asking`, all are stored and attend; what is behind attention has these alone, and
+    `num_rows` is of them.
     """
 
     plan: AttentionPlan
@@ -117,6 +120,7 @@ class AttentionStep:
     kv_pool: KVPool
     scratch: Scratch
     num_rows: RowCount = None
+    asking: AskingRows | None = None
 
     def gather(self, layer_index: int, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the latents of blocks [b] as [b * block_size, L], valid until the next gather."""

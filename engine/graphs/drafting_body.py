@@ -1,17 +1,20 @@
 """The work of a decode step that verifies drafts and makes the next ones: see `step_body`.
 
 Three parts. The model runs every sequence's last token and its K drafts (`draft_rows`). The head
-chooses a token in every row, one row of all sequences after another, with the sampler of a step
-without drafts: its noise is a function of seed, output index and token, so what it chooses does not
-depend on how the row came about. A row counts if its draft is what the row before it has chosen.
-Then the layer for multi-token prediction runs over the same rows, whose successors are known now,
-and the sampler chooses the next first draft where the last row that counts stands: with the noise,
-the truncation and the penalties of that output index, because then model and layer agree most
-often. Further drafts come from running the layer on its own output, a row a sequence.
+chooses a token in every row with the sampler of a step without drafts: its noise is a function of
+seed, output index and token, so what it chooses does not depend on how the row came about. A row
+counts if its draft is what the row before it has chosen. Then the layer for multi-token prediction
+runs over the same rows, whose successors are known now, and the sampler chooses the next first
+draft where the last row that counts stands: with the noise, the truncation and the penalties of
+that output index, because then model and layer agree most often. Where steps are called, the layer
+is asked about that row alone (`engine.asking_rows`). Further drafts come from running the layer on
+its own output, a row a sequence.
 
-Penalties of a row count the drafts before it: each row's choice is counted before the next row is
-sampled, and a row behind one that does not count is sampled in the slot of padding. The drafts that
-the layer makes are counted likewise, and forgotten at the end.
+Penalties of a row count the drafts before it: one row of all sequences is sampled after another,
+each row's choice is counted before the next, and a row behind one that does not count is sampled in
+the slot of padding. The drafts that the layer makes are counted likewise, and forgotten at the end.
+Where all sequences are greedy and none has penalties, nothing is counted, and steps that are called
+sample all rows at once.
 
 Which tokens come of a step does not depend on the drafts, nor on the KV of that layer, which may
 hold anything for positions that it has not run.
@@ -28,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.asking_rows import LastRows
 from engine.batch import ForwardBatch
 from engine.graphs.draft_rows import DraftedSequences
 from engine.graphs.inputs import DecodeInputs, StaticInputs
@@ -40,18 +44,16 @@ from engine.sampling.graph_sampler import GraphSampler, SamplingRows, SamplingSt
 from engine.sampling.token_mask import NO_DRAFT, TokenMask, mask_tokens
 
 
-class _RowsOfStep(NamedTuple):
+class _Loaded(NamedTuple):
     """What the parts of a step share.
 
     Attributes:
         load: of the inputs that it was made of, and the bucket.
         sequences: of the step.
-        batch: their rows that verify.
     """
 
     load: tuple[int, int]
     sequences: DraftedSequences
-    batch: ForwardBatch
 
 
 class DraftState:
@@ -116,9 +118,10 @@ class DraftingBody:
         self._state = state or DraftState(
             static, sampler, max_drafts=num_drafts, device=kv_pool.device
         )
-        # Each part of a captured step makes these for itself.
+        # What is called costs by the rows and calls that it makes, and may keep what it has made.
+        # Each part of a captured step makes its own, and reads weights for all rows as for one.
         self._is_called = kv_pool.device.type == "cpu"
-        self._made: _RowsOfStep | None = None
+        self._loaded: _Loaded | None = None
 
     @property
     def drafts_SK(self) -> Tensor:
@@ -127,68 +130,93 @@ class DraftingBody:
 
     def prepare(self, bucket: int) -> None:
         """See `StepBody`."""
-        self._state.keep_room(self._model.forward(self._rows_of(bucket).batch, self._kv_pool))
+        batch = self._sequences(bucket).verifying
+        self._state.keep_room(self._model.forward(batch, self._kv_pool))
 
     def run_model(self, bucket: int) -> None:
         """See `StepBody`."""
-        hidden = self._model.forward(self._rows_of(bucket).batch, self._kv_pool)
+        hidden = self._model.forward(self._sequences(bucket).verifying, self._kv_pool)
         self._state.hidden[: len(hidden)].copy_(hidden)
 
     def run_head(self, bucket: int, stage: SamplingStage, mask: TokenMask | None = None) -> None:
         """See `StepBody`."""
-        num_rows = self._num_rows
-        logits = self._model.compute_logits(self._state.hidden[: bucket * num_rows])
+        state, num_rows = self._state, self._num_rows
+        logits = self._model.compute_logits(state.hidden[: bucket * num_rows])
         # A sum is finite only if every term is, and reads the logits once.
         is_finite = torch.isfinite(logits.sum(dim=-1)).view(bucket, num_rows)
         if mask is not None:
             mask_tokens(logits[:, : self._sampler.vocab_size], mask)
-        logits_BRV = logits.view(bucket, num_rows, -1)
-        drafts = self._rows_of(bucket).sequences.usable_drafts()
+        drafts = self._sequences(bucket).usable_drafts
         if mask is not None and mask.drafts is not None:
             drafts = mask.drafts.leave(drafts)
-        rows = self._sampling_rows(bucket)
+        if stage is SamplingStage.GREEDY and self._is_called:
+            tokens = self._choose_at_once(logits, bucket)
+        else:
+            tokens = self._choose_in_turn(logits, drafts, is_finite, stage)
+        # A row whose logits are not usable is left to a step of which it is the first.
+        agrees = (tokens[:, :-1] == drafts) & is_finite[:, 1:]
+        state.tokens[:bucket, :num_rows].copy_(tokens)
+        state.counts[:bucket].copy_(1 + agrees.cumprod(dim=1).sum(dim=1))
+        state.is_usable[:bucket].copy_(is_finite[:, 0])
+        state.num_verified[:bucket].copy_((drafts != NO_DRAFT).sum(dim=1))
+
+    def _choose_at_once(self, logits: Tensor, bucket: int) -> Tensor:
+        """Choose in all rows [B * R, V] of greedy sequences, [B, R]."""
+        num_rows = self._num_rows
+        behind = torch.arange(num_rows, device=logits.device)
+        ahead = (self._sequences(bucket).num_ahead_B[:, None] + behind).flatten()
+        rows = self._static.sampling_rows(bucket, num_rows=num_rows, ahead=ahead)
+        return self._sampler.choose(logits, rows, SamplingStage.GREEDY).view(bucket, num_rows)
+
+    def _choose_in_turn(
+        self, logits: Tensor, drafts: Tensor, is_finite: Tensor, stage: SamplingStage
+    ) -> Tensor:
+        """Choose in all rows [B * R, V], [B, R]; a row counts what those before it have chosen."""
+        bucket, num_rows = is_finite.shape
+        rows, logits_BRV = self._sampling_rows(bucket), logits.view(bucket, num_rows, -1)
         is_counting = torch.ones_like(is_finite[:, 0])
-        counts = torch.zeros_like(rows.slot)
+        tokens: list[Tensor] = []
         for row in range(num_rows):
             if row:
-                # A row whose logits are not usable is left to a step of which it is the first.
-                agrees = self._state.tokens[:bucket, row - 1] == drafts[:, row - 1]
-                is_counting = is_counting & agrees & is_finite[:, row]
+                is_counting = is_counting & (tokens[-1] == drafts[:, row - 1]) & is_finite[:, row]
             slot = torch.where(is_counting, rows.slot, self._sampler.num_slots)
             here = replace(rows, slot=slot, output_index=rows.output_index + row)
-            chosen = self._sampler.choose(logits_BRV[:, row], here, stage)
-            self._state.tokens[:bucket, row].copy_(chosen)
-            counts = counts + is_counting
-        self._state.counts[:bucket].copy_(counts)
-        self._state.is_usable[:bucket].copy_(is_finite[:, 0])
-        self._state.num_verified[:bucket].copy_((drafts != NO_DRAFT).sum(dim=1))
+            tokens.append(self._sampler.choose(logits_BRV[:, row], here, stage))
+        return torch.stack(tokens, dim=1)
 
     def run_drafts(self, bucket: int, stage: SamplingStage) -> None:
         """See `StepBody`."""
-        made = self._rows_of(bucket)
-        sequences, batch = made.sequences, made.batch
-        rows, counts = self._sampling_rows(bucket), self._state.counts[:bucket]
-        tokens = self._state.tokens[:bucket, : self._num_rows]
-        hidden, next_ids = self._state.hidden[: batch.num_tokens], tokens.flatten()
+        sequences, slot = self._sequences(bucket), self._static.slots(bucket)
+        batch, counts = sequences.verifying, self._state.counts[:bucket]
+        next_ids = self._state.tokens[:bucket, : self._num_rows].flatten()
+        hidden = self._state.hidden[: batch.num_tokens]
         if self._num_rows == 1:
             self._model.remember_mtp(hidden, next_ids, batch, self._kv_pool)
-            self._state.drafts_SK.index_fill_(0, rows.slot, NO_DRAFT)
+            self._state.drafts_SK.index_fill_(0, slot, NO_DRAFT)
             return
-        last = torch.arange(bucket, device=counts.device) * self._num_rows + counts - 1
-        hidden = self._run_layer(hidden, next_ids, batch).index_select(0, last)
+        rows = self._sampling_rows(bucket)
+        last = LastRows(place_S=counts - 1, num_rows=self._num_rows, num_seqs=sequences.num_seqs)
+        hidden = self._ask(hidden, next_ids, batch, last)
         drafts: list[Tensor] = []
         for behind in range(self._num_rows - 1):
             if behind:
                 batch = sequences.drafting(drafts[-1], sequences.positions_B + counts + behind - 1)
-                hidden = self._run_layer(hidden, drafts[-1], batch)
+                hidden = self._model.forward_mtp(hidden, drafts[-1], batch, self._kv_pool)
             here = replace(rows, output_index=rows.output_index + counts + behind)
             drafts.append(self._sampler.choose(self._model.compute_logits(hidden), here, stage))
         if stage is SamplingStage.FULL:
             for draft in drafts:
-                self._sampler.forget(draft, rows.slot)
+                self._sampler.forget(draft, slot)
         none = torch.full_like(drafts[0], NO_DRAFT)
         drafts += [none] * (self.drafts_SK.shape[1] - len(drafts))
-        self.drafts_SK.index_copy_(0, rows.slot, torch.stack(drafts, dim=1))
+        self.drafts_SK.index_copy_(0, slot, torch.stack(drafts, dim=1))
+
+    def _ask(self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, last: LastRows) -> Tensor:
+        """Return what the layer makes of the last row that counts of each sequence, [B, D]."""
+        run_layer, pool = self._model.forward_mtp, self._kv_pool
+        if self._is_called:
+            return run_layer(hidden, next_ids, batch, pool, last)
+        return last.of(run_layer(hidden, next_ids, batch, pool))
 
     def launch_sample(
         self, inputs: DecodeInputs, copies: HostCopies
@@ -217,21 +245,16 @@ class DraftingBody:
         logits = self._model.compute_logits(self._state.hidden.index_select(0, rows))
         return logits[:, : self._sampler.vocab_size]
 
-    def _rows_of(self, bucket: int) -> _RowsOfStep:
-        """Return the rows of the step that is loaded; where steps are called, made once."""
+    def _sequences(self, bucket: int) -> DraftedSequences:
+        """Return the sequences of the step that is loaded; where steps are called, made once."""
         load = self._static.num_loads, bucket
-        if self._made is None or self._made.load != load:
-            sequences = self._static.drafted(bucket, self.drafts_SK[:, : self._num_rows - 1])
-            made = _RowsOfStep(load=load, sequences=sequences, batch=sequences.verifying())
-            if not self._is_called:
-                return made
-            self._made = made
-        return self._made
+        if self._loaded is not None and self._loaded.load == load:
+            return self._loaded.sequences
+        sequences = self._static.drafted(bucket, self.drafts_SK[:, : self._num_rows - 1])
+        if self._is_called:
+            self._loaded = _Loaded(load, sequences)
+        return sequences
 
     def _sampling_rows(self, bucket: int) -> SamplingRows:
         """Return what the sampler is told of the first row of each sequence."""
-        rows = self._static.sampling_rows(bucket)
-        return replace(rows, output_index=rows.output_index + self._static.num_ahead(bucket))
-
-    def _run_layer(self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch) -> Tensor:
-        return self._model.forward_mtp(hidden, next_ids, batch, self._kv_pool)
+        return self._static.sampling_rows(bucket, ahead=self._sequences(bucket).num_ahead_B)

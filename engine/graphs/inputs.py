@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import ForwardBatch
@@ -117,7 +118,7 @@ class StaticInputs:
         self._has_counts = False
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._num_seqs = torch.zeros(1, dtype=torch.int64, device=device)
-        self.num_loads = 0
+        self.num_loads = self._num_loaded = 0
 
     def load(self, inputs: DecodeInputs, bucket: int) -> None:
         """Copy a step's inputs in, padded to `bucket` rows; the host does not wait.
@@ -126,6 +127,7 @@ class StaticInputs:
         that nobody follows, because no sequence is so long.
         """
         self.num_loads += 1
+        self._num_loaded = inputs.num_seqs
         num_seqs, width = inputs.block_tables.shape
         assert num_seqs <= bucket <= self.max_num_seqs
         assert width <= self.max_num_blocks, "a sequence beyond max_model_len"
@@ -164,7 +166,7 @@ class StaticInputs:
             block_tables=tables,
             logits_indices=self._starts[:bucket].long(),
             max_seqlen_q=1,
-            num_rows=self._num_seqs,
+            num_rows=self._num_used(bucket),
         )
 
     def drafted(self, bucket: int, kept_SK: Tensor) -> DraftedSequences:
@@ -174,32 +176,47 @@ class StaticInputs:
             bucket: B.
             kept_SK: [S, K] int64, drafts by slot; K may be 0.
         """
+        num_ahead = self._num_ahead(bucket)
         kept = kept_SK.index_select(0, self._column(IntColumn.SLOT, bucket))
         first = self._column(IntColumn.DRAFT, bucket)[:, None]
-        given = torch.cat((first, torch.full_like(kept, NO_DRAFT)), dim=1)[:, : kept.shape[1]]
+        given = F.pad(first, (0, kept.shape[1] - 1), value=NO_DRAFT)
         return DraftedSequences(
             token_ids_B=self._token_ids(bucket),
-            positions_B=self._column(IntColumn.SEQ_LEN, bucket) - 1 + self.num_ahead(bucket),
+            positions_B=self._column(IntColumn.SEQ_LEN, bucket) - 1 + num_ahead,
             drafts_BK=torch.where(first == KEPT_DRAFTS, kept, given),
+            num_ahead_B=num_ahead,
             capacity_B=self._column(IntColumn.CAPACITY, bucket),
             block_tables_BW=self._tables[:bucket],
-            num_seqs=self._num_seqs,
+            num_seqs=self._num_used(bucket),
             block_size=self._block_size,
         )
 
-    def num_ahead(self, bucket: int) -> Tensor:
-        """Return [B] int64, tokens that the step before gave and the host did not count."""
+    def _num_ahead(self, bucket: int) -> Tensor:
+        """Return [B] int64; see `DraftedSequences`."""
         source = self._column(IntColumn.SOURCE, bucket)
         counts = self._unread_counts.index_select(0, source.clamp_min(0))
         return (counts - 1).masked_fill(source < 0, 0)
 
-    def sampling_rows(self, bucket: int) -> SamplingRows:
-        """Return what the sampler is told of a step of `bucket` sequences."""
-        integers = {column: self._column(column, bucket) for column in IntColumn}
-        floats = {column: self._floats[column, :bucket] for column in FloatColumn}
+    def sampling_rows(
+        self, bucket: int, *, num_rows: int = 1, ahead: Tensor | None = None
+    ) -> SamplingRows:
+        """Return what the sampler is told of a step of `bucket` sequences of equally many rows.
+
+        Args:
+            bucket: B.
+            num_rows: R, of each sequence; those of a sequence come one after another.
+            ahead: [B * R] int64, how many outputs each row is further on than the host knows of its
+                sequence; None for no row.
+        """
+        integers_B, floats_B = self._integers[:, :bucket], self._floats[:, :bucket]
+        if num_rows > 1:
+            integers_B = integers_B.repeat_interleave(num_rows, dim=1)
+            floats_B = floats_B.repeat_interleave(num_rows, dim=1)
+        integers, floats = integers_B.unbind(), floats_B.unbind()
+        output_index = integers[IntColumn.OUTPUT_INDEX]
         return SamplingRows(
             slot=integers[IntColumn.SLOT],
-            output_index=integers[IntColumn.OUTPUT_INDEX],
+            output_index=output_index if ahead is None else output_index + ahead,
             mixed_seed=integers[IntColumn.MIXED_SEED],
             top_k=integers[IntColumn.TOP_K],
             temperature=floats[FloatColumn.TEMPERATURE],
@@ -209,6 +226,19 @@ class StaticInputs:
             frequency=floats[FloatColumn.FREQUENCY],
             presence=floats[FloatColumn.PRESENCE],
         )
+
+    def _num_used(self, bucket: int) -> Tensor | None:
+        """Return how many of `bucket` sequences are somebody's, [1] int64; None for all.
+
+        What is captured holds for steps that are padded too. On a CPU it is called, after each
+        load.
+        """
+        is_whole = self._device.type == "cpu" and self._num_loaded == bucket
+        return None if is_whole else self._num_seqs
+
+    def slots(self, bucket: int) -> Tensor:
+        """Return the sampler's slots of `bucket` sequences, [B] int64."""
+        return self._column(IntColumn.SLOT, bucket)
 
     def _token_ids(self, bucket: int) -> Tensor:
         """Return the last token of each sequence, [B] int64."""

@@ -82,19 +82,15 @@ def grouped_mlp(
     ):
         return reference.grouped_mlp(rows_MD, num_rows_per_expert, w13_EGD, w2_EDF)
     runs = list(_runs(num_rows_per_expert, num_rows))
-    num_columns = runs[-1].columns.stop
-    gate_up_GC = rows_MD.new_empty((w13_EGD.shape[1], num_columns))
-    for run in runs:
-        out = gate_up_GC[:, run.columns]
-        torch.mm(w13_EGD[run.expert], rows_MD[run.rows].t(), out=out)
+    # All views at once: taken one by one they cost a tenth of the whole.
+    w13, w2, rows_DM = w13_EGD.unbind(), w2_EDF.unbind(), rows_MD.t()
+    gate_up_GC = torch.cat([w13[run.expert].mm(rows_DM[:, run.rows]) for run in runs], dim=1)
     gate_FC, up_FC = gate_up_GC.chunk(2)
-    hidden_CF = F.silu(gate_FC).mul_(up_FC).t().contiguous()
-    out_DC = rows_MD.new_empty((w2_EDF.shape[1], num_columns))
-    for run in runs:
-        hidden = hidden_CF[run.columns].t()
-        torch.mm(w2_EDF[run.expert], hidden, out=out_DC[:, run.columns])
+    hidden_FC = F.silu(gate_FC).mul_(up_FC).t().contiguous().t()
+    hidden = hidden_FC.split_with_sizes([len(run.columns) for run in runs], dim=1)
+    out = [w2[run.expert].mm(own_FC) for run, own_FC in zip(runs, hidden, strict=True)]
     own = [column for run in runs for column in run.own_columns]
-    return out_DC.t()[own]
+    return torch.cat(out, dim=1).t()[own]
 
 
 class _Run(NamedTuple):
@@ -109,7 +105,7 @@ class _Run(NamedTuple):
 
     expert: int
     rows: slice
-    columns: slice
+    columns: range
     own_columns: range
 
 
@@ -123,7 +119,7 @@ def _runs(num_rows_per_expert: Sequence[int], num_rows: int) -> Iterator[_Run]:
             yield _Run(
                 expert=expert,
                 rows=slice(first, first + width),
-                columns=slice(column, column + width),
+                columns=range(column, column + width),
                 own_columns=range(own, own + count),
             )
             row, column = row + count, column + width

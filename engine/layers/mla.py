@@ -84,7 +84,7 @@ class MLA(nn.Module):
             step: of the running batch.
 
         Returns:
-            [t, D], complete.
+            [t, D], complete; [s, D] where only some rows are asked about.
         """
         sharding, num_tokens = self._sharding, step.slot_mapping.shape[0]
 
@@ -133,11 +133,19 @@ class MLA(nn.Module):
         self.up_projections()
 
     def _attend(self, q_THA: Tensor, step: AttentionStep) -> Activation:
-        """Attend: [T, H * V], padded for the next product; quantised rows cannot be padded."""
-        wants_fp8 = self.o_proj.takes_quantized and not self._sharding.pads(q_THA.shape[0])
+        """Attend: [T, H * V], of which the rows that are asked about; padded for the next product.
+
+        Quantised rows can be neither padded nor selected.
+        """
+        is_whole = step.asking is None and not self._sharding.pads(q_THA.shape[0])
+        wants_fp8 = self.o_proj.takes_quantized and is_whole
         queries = LatentQueries(q_THA=q_THA, layer=self, wants_fp8=wants_fp8)
         attended = self._backend.attend(queries, self.layer_index, step)
-        return self._sharding.pad(attended) if isinstance(attended, Tensor) else attended
+        if not isinstance(attended, Tensor):
+            return attended
+        if step.asking is not None:
+            attended = attended.index_select(0, step.asking.rows_S)
+        return self._sharding.pad(attended)
 
     def _project(self, latents_TX: Tensor, step: AttentionStep) -> Tensor:
         """Write latents into the pool, and map query latents up: of [T, Q + C + R], [T, H, A]."""

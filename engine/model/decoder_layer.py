@@ -42,10 +42,12 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(config, ctx.within("mlp"), placement, dispatcher)
 
     def forward(self, stream: Residual, step: AttentionStep) -> Operations[Residual]:
-        """Map this rank's rows of the stream to the same rows."""
+        """Map this rank's rows of the stream to the same rows, or to those that are asked about."""
         attention, mlp = self.self_attn, self.mlp
         rows, normed = self.input_layernorm.add(stream, attention.feed_format)
         attended = yield from attention(normed.feed, step)
+        if step.asking is not None:
+            rows = rows.index_select(0, step.asking.own_rows_s)
         stream = Residual(rows, attended)
         rows, normed = self.post_attention_layernorm.add(
             stream, mlp.feed_format, with_plain=isinstance(mlp, MoE)

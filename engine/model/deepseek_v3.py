@@ -12,11 +12,13 @@ are wanted.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine.asking_rows import LastRows
 from engine.attention.attention_plan import AttentionStep
 from engine.attention.attention_rule import AttentionRule
 from engine.attention.kv_spec import KVSpec
@@ -35,10 +37,11 @@ from engine.layers.mla import MLA
 from engine.layers.moe import MoE, create_expert_dispatcher
 from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.memory.kv_pool import KVPool
-from engine.micro_batches import halve
+from engine.micro_batches import OverlapRule, halve
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
 from engine.operations import Operations, do_nothing, interleave, run
+from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.token_dispatcher import TokenDispatcher
 from engine.weights.expert_format import experts_are_quantized
@@ -202,7 +205,7 @@ class DeepseekV3ForCausalLM(nn.Module):
         meanwhile: Callable[[], None],
     ) -> Tensor:
         """Run one step, as one or two micro-batches."""
-        parts = self._split(batch)
+        parts = _split(batch, self._overlap, self.groups.dims)
         layer_done = _when_all_have_called(len(parts), on_layer_done)
         operations = [self._operations(part, kv_pool, layer_done) for part in parts]
         if self._overlap is None or len(operations) == 1:
@@ -234,22 +237,18 @@ class DeepseekV3ForCausalLM(nn.Module):
         """Return in what the kernels of a step are launched: short ones in the chosen way."""
         return self._launches() if batch.is_short else nullcontext()
 
-    def _split(self, batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
-        """Return the micro-batches of a step: one, or two if they are to overlap."""
-        if self._overlap is None or not batch.lengths:  # of fixed shape, and small
-            return (batch,)
-        is_collective = min(self.groups.dims.dp, self.groups.dims.ep) > 1
-        if batch.num_tokens < self._overlap.min_tokens and not is_collective:
-            return (batch,)
-        return halve(batch)
-
     def compute_logits(self, hidden_LD: Tensor) -> Tensor:
         """Map final hidden states [L, D] to float32 logits [L, vocab_size]; no collective."""
         logits: Tensor = self.lm_head(hidden_LD)
         return logits
 
     def forward_mtp(
-        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        last: LastRows | None = None,
     ) -> Tensor:
         """Run the first MTP layer: from a token and its successor, predict the one after.
 
@@ -259,17 +258,21 @@ class DeepseekV3ForCausalLM(nn.Module):
             next_ids: [T] int64, the token that follows each of them.
             batch: positions, slots and contexts of the tokens themselves (not of the successors).
             kv_pool: with one layer more than the decoder has.
+            last: the rows that are to guess; None for all of them. The KV is written of all.
 
         Returns:
-            [T, D], for `compute_logits`, which then scores the token after `next_ids`.
+            [T, D] ([S, D] of last rows), whose logits then score the token after `next_ids`.
         """
-        layer = self._mtp_layer()
-        take, num_tokens = self._sharding.take, batch.num_tokens
+        layer, sharding, num_rows = self._mtp_layer(), self._sharding, batch.num_tokens
         with self._launching(batch):
-            step = self._plan(batch, kv_pool)
+            step, take = self._plan(batch, kv_pool), sharding.take
+            if last is not None:
+                num_rows, take = len(last.place_S), partial(last.take, sharding)
+                own_rows = sharding.count(last.num_seqs, num_rows)
+                step = replace(step, asking=last.asking(sharding), num_rows=own_rows)
             embedded = self.model.embed_tokens(take(next_ids))
             normed = run(layer.draft(embedded, take(hidden), step))
-            return self._sharding.start_gather(normed, num_tokens).wait()
+            return sharding.start_gather(normed, num_rows).wait()
 
     def remember_mtp(
         self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
@@ -325,6 +328,18 @@ class DeepseekV3ForCausalLM(nn.Module):
         for name, module in self.named_modules(prefix=prefix):
             if module is not self and isinstance(module, HoldsWeights):
                 yield from module.weight_slices(name)
+
+
+def _split(
+    batch: ForwardBatch, overlap: OverlapRule | None, dims: ParallelDims
+) -> tuple[ForwardBatch, ...]:
+    """Return the micro-batches of a step: one, or two if they are to overlap."""
+    if overlap is None or not batch.lengths:  # of fixed shape, and small
+        return (batch,)
+    is_collective = min(dims.dp, dims.ep) > 1
+    if batch.num_tokens < overlap.min_tokens and not is_collective:
+        return (batch,)
+    return halve(batch)
 
 
 def _unused_prefixes(config: DeepseekV3Config, with_mtp: bool) -> tuple[str, ...]:

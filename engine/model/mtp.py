@@ -68,7 +68,7 @@ class MTPLayer(DecoderLayer):
             step: of all tokens.
 
         Returns:
-            [t, D], normed for the head.
+            [t, D], normed for the head; [s, D] where only some rows of the step are asked about.
         """
         stream = yield from self(self._combined(next_embedded_TD, hidden_TD), step)
         _, normed = self.shared_head.norm.add(stream, FeedFormat.PLAIN)

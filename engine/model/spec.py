@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from engine.asking_rows import LastRows
     from engine.attention.attention_rule import AttentionRule
     from engine.batch import ForwardBatch
     from engine.config import DeepseekV3Config
@@ -236,7 +237,12 @@ class DraftingModel(Protocol):
         ...
 
     def forward_mtp(
-        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        last: LastRows | None = None,
     ) -> Tensor:
         """Guess the token after the next at each of a step's tokens, and write the layer's KV.
 
@@ -246,9 +252,10 @@ class DraftingModel(Protocol):
             next_ids: [T] int64, the token that follows each of them.
             batch: of the tokens.
             kv_pool: with a layer more than the decoder has.
+            last: the rows that are to guess, one a sequence; None for all.
 
         Returns:
-            [T, D], for `compute_logits`.
+            [T, D], for `compute_logits`; [S, D] of the last rows.
         """
         ...
 

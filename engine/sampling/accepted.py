@@ -48,7 +48,6 @@ class PendingAccepted:
 
     Attributes:
         accepted: on the device.
-        token_ids: [L] int64 on the device, the last one of each request.
         all_host_ids: [L, R] int64 on the host, once the copies are here.
         host_counts: [2, L] int64, the same: how many of them count, and how many drafts of each
             request the step verified.
@@ -57,7 +56,6 @@ class PendingAccepted:
     """
 
     accepted: AcceptedTokens
-    token_ids: Tensor
     all_host_ids: Tensor
     host_counts: Tensor
     logprob_rows: Sequence[int]
@@ -83,12 +81,16 @@ class PendingAccepted:
         """
         return cls(
             accepted=accepted,
-            token_ids=accepted.last_ids,
             all_host_ids=copies.add(accepted.token_ids),
             host_counts=copies.add(torch.stack((accepted.counts, num_verified))),
             logprob_rows=logprob_rows,
             logprobs=logprobs,
         )
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The last token of each request, [L] int64 on the device, for a step that reads it."""
+        return self.accepted.last_ids
 
     def token_lists(self) -> list[list[int]]:
         """Return the ids of each request's tokens, once the copies are here."""

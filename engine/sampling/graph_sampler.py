@@ -152,7 +152,9 @@ class GraphSampler:
                 **{field.name: getattr(rows, field.name) for field in fields(rows)},
                 is_greedy=stage is SamplingStage.GREEDY,
             )
-        self._apply_edits(values, rows)
+        # What is captured holds for requests that come later; what is called, for those of now.
+        if self._seen.device.type != "cpu" or self._has_edits.any():
+            self._apply_edits(values, rows)
         if stage is SamplingStage.GREEDY:
             return values.argmax(dim=-1)
         tokens = self._choose_plain(values, rows)

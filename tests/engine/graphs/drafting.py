@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from engine.asking_rows import LastRows
 from engine.batch import ForwardBatch
 from engine.draft_choices import DraftChoices
 from engine.graphs.graph_runner import GraphRunner
@@ -46,11 +47,16 @@ class SelfDrafting:
         return self.model.compute_logits(hidden)
 
     def forward_mtp(
-        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        last: LastRows | None = None,
     ) -> Tensor:
         positions, size = batch.positions + 1, kv_pool.block_size
-        last = batch.block_tables.shape[1] - 1
-        blocks = batch.block_tables.gather(1, (positions // size).clamp_max(last)[:, None])
+        most = batch.block_tables.shape[1] - 1
+        blocks = batch.block_tables.gather(1, (positions // size).clamp_max(most)[:, None])
         slots = blocks[:, 0].long() * size + positions % size
         behind = replace(
             batch,
@@ -60,10 +66,10 @@ class SelfDrafting:
             seq_lens=batch.seq_lens + 1,
         )
         drafted = self.model.forward(behind, kv_pool)
-        if not self.misses:
-            return drafted
-        is_miss = (next_ids * 7 + positions) % self.misses == 0
-        return torch.where(is_miss[:, None], drafted.roll(1, dims=1), drafted)
+        if self.misses:
+            is_miss = (next_ids * 7 + positions) % self.misses == 0
+            drafted = torch.where(is_miss[:, None], drafted.roll(1, dims=1), drafted)
+        return drafted if last is None else last.of(drafted)
 
     def remember_mtp(
         self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.asking_rows import LastRows
 from engine.attention.kv_spec import KVSpec
 from engine.batch import ForwardBatch
 from engine.graphs.drafting_body import DraftingBody
@@ -45,9 +46,15 @@ class MarkovModel:
         return batch.input_ids[:, None].float()
 
     def forward_mtp(
-        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        last: LastRows | None = None,
     ) -> Tensor:
-        return (next_ids + VOCAB)[:, None].float()
+        drafted = (next_ids + VOCAB)[:, None].float()
+        return drafted if last is None else last.of(drafted)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return self.logits[hidden[:, 0].long()]

@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from engine.asking_rows import LastRows
 from engine.batch import ForwardBatch
 from engine.boot.build import build_model
 from engine.draft_choices import DraftChoices
@@ -41,9 +42,14 @@ class Coarse(SelfDrafting):
     """Drafts from hidden states in bfloat16, while the model verifies in float32."""
 
     def forward_mtp(
-        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        last: LastRows | None = None,
     ) -> Tensor:
-        drafted = super().forward_mtp(hidden, next_ids, batch, kv_pool)
+        drafted = super().forward_mtp(hidden, next_ids, batch, kv_pool, last)
         return drafted.to(torch.bfloat16).to(drafted.dtype)
 
 
@@ -59,10 +65,15 @@ class Counted(SelfDrafting):
         return super().forward(batch, kv_pool)
 
     def forward_mtp(
-        self, hidden: Tensor, next_ids: Tensor, batch: ForwardBatch, kv_pool: KVPool
+        self,
+        hidden: Tensor,
+        next_ids: Tensor,
+        batch: ForwardBatch,
+        kv_pool: KVPool,
+        last: LastRows | None = None,
     ) -> Tensor:
         self.layer_rows.append(batch.num_tokens)
-        return super().forward_mtp(hidden, next_ids, batch, kv_pool)
+        return super().forward_mtp(hidden, next_ids, batch, kv_pool, last)
 
 
 def text_of(worker: DraftWorker, params: Sequence[SamplingParams]) -> list[list[int]]:

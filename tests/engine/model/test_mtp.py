@@ -1,5 +1,6 @@
 """Multi-token prediction: against its formula, in chunks, and useful on the bundled checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,14 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.asking_rows import LastRows
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool, build_model
+from engine.layers.moe import MoE
 from engine.layers.norm import FeedFormat, Normed, Residual
 from engine.memory.kv_pool import KVPool
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.operations import run
 from engine.ops.norm import RMS_NORM
 from runtime.errors import ConfigError
+from tests.engine.parallel.layouts import make_step
 from tests.engine.tiny import random_tensors, tiny_config, write_checkpoint
 
 BUNDLED = Path(__file__).parents[3] / "deploy" / "models" / "tandem-python"
@@ -134,6 +138,39 @@ def test_chunks_change_nothing_and_its_latents_are_its_own(tmp_path: Path) -> No
     plain_pool = build_kv_pool(plain, 3)
     plain(part_of(tokens, 0, 49), plain_pool)
     assert torch.equal(plain_pool.data, pools[0].data[:, :3])
+
+
+def test_of_rows_that_are_not_asked_about_it_leaves_its_latents_alone(tmp_path: Path) -> None:
+    """Those that are, guess what they would among all others, and alone have experts."""
+    model = build_model(write_checkpoint(tmp_path), with_mtp=True)
+    pools = [build_kv_pool(model, 31, block_size=8) for _ in range(2)]
+    batch, place_S = make_step([3, 3], [9, 2]), torch.tensor([1, 2])
+    last = LastRows(place_S=place_S, num_rows=3, num_seqs=torch.tensor([2]))
+    moe = model.get_submodule("model.layers.3.mlp")
+    assert isinstance(moe, MoE)
+    counts = [torch.zeros(model.config.n_routed_experts + 1, dtype=torch.int64) for _ in range(2)]
+    drafted = []
+    for pool, load_C, asked in zip(pools, counts, (None, last), strict=True):
+        hidden = model(batch, pool)
+        moe.gate.load_C = load_C
+        drafted.append(model.forward_mtp(hidden, batch.input_ids.flip(0), batch, pool, asked))
+    torch.testing.assert_close(drafted[1], drafted[0][[1, 5]], rtol=1e-5, atol=1e-5)
+    assert torch.equal(pools[1].data, pools[0].data)
+    assert pools[1].data[:, 3].any()
+    assert [int(load_C.sum()) for load_C in counts] == [rows * moe.gate.top_k for rows in (6, 2)]
+
+
+def test_padding_that_is_asked_about_goes_to_no_expert(tmp_path: Path) -> None:
+    model = build_model(write_checkpoint(tmp_path), with_mtp=True)
+    pool, batch = build_kv_pool(model, 31, block_size=8), make_step([2, 2], [9, 2])
+    batch = replace(batch, num_rows=torch.tensor([2]))
+    last = LastRows(place_S=torch.tensor([1, 0]), num_rows=2, num_seqs=torch.tensor([1]))
+    moe = model.get_submodule("model.layers.3.mlp")
+    assert isinstance(moe, MoE)
+    hidden = model(batch, pool)
+    moe.gate.load_C = load_C = torch.zeros(model.config.n_routed_experts + 1, dtype=torch.int64)
+    model.forward_mtp(hidden, batch.input_ids, batch, pool, last)
+    assert int(load_C[:-1].sum()) == moe.gate.top_k
 
 
 def test_is_loaded_only_when_asked_for(tmp_path: Path) -> None:

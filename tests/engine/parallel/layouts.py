@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from engine.asking_rows import LastRows
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool
 from engine.config import DeepseekV3Config
@@ -20,6 +21,7 @@ from engine.kernels.create import create_kernels
 from engine.kernels.portable import portable_kernels
 from engine.layers.moe import MoE
 from engine.layers.norm import Normed
+from engine.memory.kv_pool import KVPool
 from engine.micro_batches import OverlapRule
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.operations import run
@@ -91,7 +93,16 @@ class Trial:
             states.append(model(batch, pool))
         if model.with_mtp:
             states.append(model.forward_mtp(states[-1], batch.input_ids.flip(0), batch, pool))
+            states.append(self._ask_last_rows(model, pool))
         return [*states, pool.data[1:]]
+
+    def _ask_last_rows(self, model: DeepseekV3ForCausalLM, pool: KVPool) -> Tensor:
+        """Return what the MTP layer says of one row each of three sequences of two rows."""
+        batch = make_step([2] * 3, [5, 0, 3], block_size=pool.block_size, device=self.device)
+        place_S = torch.tensor([1, 0, 1], device=self.device)
+        num_seqs = torch.tensor([3], device=self.device)
+        last = LastRows(place_S=place_S, num_rows=2, num_seqs=num_seqs)
+        return model.forward_mtp(model(batch, pool), batch.input_ids.flip(0), batch, pool, last)
 
     def compare_layouts(self) -> dict[str, float]:
         """Return how far each layout is from one rank alone, as a share of the norm.
