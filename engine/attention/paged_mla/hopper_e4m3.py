@@ -291,8 +291,7 @@ def _walk(
     for pair in range((num_tiles + 1) // 2):
         tile = begin + 2 * pair
         left = stop - (tile + 2) * N
-        # Always 0, which the compiler does not know: it would keep the addresses of all
-        # operands in registers, of which there are not enough.
+        # Always 0, which the compiler does not know: addresses of operands would fill registers.
         zero = pair >> 30
         # Nothing is being multiplied here: the compiler orders products across a loop's end.
         zeros = gl.zeros([M, PAIR], gl.float32, _SCORES)
@@ -329,8 +328,7 @@ def _walk(
         fetch(latents, pitch, coming, num_tiles - 2 * pair - 4)
         sums_0 = hopper.warpgroup_mma_wait(1, deps=(soon_0,))
         synchronize()
-        # Zeros behind the last tile, which nobody reads.
-        widen(first, k_0.index(zero))
+        widen(first, k_0.index(zero))  # zeros behind the last tile, which nobody reads
         hopper.fence_async_shared()
         sums_1 = hopper.warpgroup_mma_wait(0, deps=(soon_1,))
         synchronize()
