@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.kernels.alignment import Alignment
+from engine.kernels.masked_rows import MaskedPlaces
+from engine.kernels.widths import check_unpermute
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRows:
@@ -29,3 +33,27 @@ class PairRows:
     weights_PK: Tensor
     own_ids_TK: Tensor
     num_local_experts: int
+
+    @classmethod
+    def placed(
+        cls,
+        rows_MD: Tensor,
+        places: Alignment | MaskedPlaces,
+        weights_PK: Tensor,
+        *,
+        own_ids_TK: Tensor,
+        num_local_experts: int,
+    ) -> "PairRows":
+        """Return rows that stand where they were laid out.
+
+        Raises:
+            InternalError: there are not as many rows as were laid out, or as many weights as pairs.
+        """
+        check_unpermute(rows_MD, places, weights_PK, None)
+        return cls(
+            rows_MD=rows_MD,
+            places_PK=places.rows_TK,
+            weights_PK=weights_PK,
+            own_ids_TK=own_ids_TK,
+            num_local_experts=num_local_experts,
+        )

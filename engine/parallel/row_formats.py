@@ -231,10 +231,10 @@ class AlignedQuantized:
         self, expert_out_MD: Tensor, plan: AlignedPairs, own_ids_TK: Tensor
     ) -> PairRows | None:
         """See `RowFormat`."""
-        return PairRows(
-            rows_MD=expert_out_MD,
-            places_PK=plan.alignment.rows_TK,
-            weights_PK=plan.topk_weights_TK,
+        return PairRows.placed(
+            expert_out_MD,
+            plan.alignment,
+            plan.topk_weights_TK,
             own_ids_TK=own_ids_TK,
             num_local_experts=self.share.num_local,
         )

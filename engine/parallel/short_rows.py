@@ -117,10 +117,10 @@ class ShortQuantized:
         """See `RowFormat`; of masked rows [L, M, D]."""
         match plan:
             case MaskedPairs():
-                return PairRows(
-                    rows_MD=expert_out_MD.flatten(0, 1),
-                    places_PK=plan.places.rows_TK,
-                    weights_PK=plan.topk_weights_TK,
+                return PairRows.placed(
+                    expert_out_MD.flatten(0, 1),
+                    plan.places,
+                    plan.topk_weights_TK,
                     own_ids_TK=own_ids_TK,
                     num_local_experts=self.share.num_local,
                 )

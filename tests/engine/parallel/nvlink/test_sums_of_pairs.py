@@ -20,6 +20,7 @@ from engine.parallel.pair_rows import PairRows
 from engine.parallel.pending import Ready
 from engine.parallel.row_formats import AlignedQuantized, ExpertShare, PlainRows
 from engine.parallel.short_rows import ShortQuantized
+from runtime.errors import InternalError
 from tests.engine.formats.fp8 import fp8_of, quantize
 from tests.engine.parallel.nvlink.shared_memory import SharedExchange
 from tests.engine.parallel.thread_ranks import Meetings, ThreadGroup, run_ranks
@@ -137,3 +138,14 @@ def test_what_fits(size: int, dtype: torch.dtype, num_tokens: int, fits: bool) -
         seed=0,
     ).open(0)
     assert sums.takes_pairs(pairs_of(size, dtype, num_tokens)) is fits
+
+
+@pytest.mark.parametrize("max_short", [0, 2 * MOST])
+def test_fewer_rows_than_were_laid_out_are_refused(max_short: int) -> None:
+    form = format_of(0, 1, max_short)
+    hidden, ids, weights = draw(1, MOST, LOCAL)
+    plan = form.plan(ids, weights)
+    rows = form.permute(quantize(KERNELS, hidden), plan)
+    size = (rows.expert_M.shape[0],) if hasattr(rows, "expert_M") else rows.data_LMD.shape[:2]
+    with pytest.raises(InternalError, match="rows to be summed"):
+        form.pair_rows(torch.zeros(size[0] - 1, *size[1:], HIDDEN).bfloat16(), plan, ids)
