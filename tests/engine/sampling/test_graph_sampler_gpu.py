@@ -68,6 +68,7 @@ def make_sampler(vocab_size: int, num_rows: int) -> GraphSampler:
         sampler._edits[slot, : len(ids)] = 2.0
         sampler._edits[slot, : len(ids) // 8] = -torch.inf
         sampler._edit_ends[slot, : len(ids)] = torch.randint(0, 99, ids.shape, device=DEVICE)
+        sampler._has_edits[slot] = True
     return sampler
 
 
@@ -76,6 +77,7 @@ def twin_of(sampler: GraphSampler) -> GraphSampler:
     twin = GraphSampler(sampler.vocab_size, sampler.num_slots, DEVICE)
     for name in ("_seen", "_edit_ids", "_edits", "_edit_ends"):
         getattr(twin, name).copy_(getattr(sampler, name))
+    twin._has_edits[:] = sampler._has_edits
     twin._choose_fused = None
     return twin
 
