@@ -25,8 +25,8 @@ NOT_INTERPRETED: dict[str, str] = {}
 """Kernels that the interpreter cannot run, each with the reason."""
 
 INSTRUCTIONS = {
-    "engine.attention.paged_mla.hopper_latents:_fetch_tile": "bytes are brought to the L2 cache, in "
-    "PTX, which changes nothing that can be seen. Compiled: test_compile_gpu.py of paged_mla",
+    "engine.attention.paged_mla.hopper_latents:_fetch_tile": "bytes are brought to the L2 cache, "
+    "in PTX, which changes nothing that can be seen. Compiled: test_compile_gpu.py of paged_mla",
     "engine.attention.paged_mla.hopper_latents:widen": "four e4m3 become float16, in PTX; what "
     "stands in for Gluon does so by torch. Compiled: test_compile_gpu.py of paged_mla",
     "engine.formats.expert_stream.kernel:stream": "the wait of PDL, where a launch depends on the "
