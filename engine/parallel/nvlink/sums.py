@@ -20,7 +20,7 @@ from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.parallel.nvlink.records import COMBINE
 from engine.parallel.nvlink.shape import LINE, UNITS
 from engine.parallel.nvlink.signals import await_all, pointer, record_of, signal
-from engine.parallel.nvlink.window import Window
+from engine.parallel.nvlink.window import Shape, Window
 
 SENDERS = 512
 """Programs of a send, at most; shares of a rank's counter, so a power of two for each rank."""
@@ -29,13 +29,8 @@ COLUMNS = 2048
 """Columns of one program of a receive."""
 
 
-class SumShape(Protocol):
+class SumShape(Shape, Protocol):
     """The sizes of an exchange by which sums travel."""
-
-    @property
-    def num_ranks(self) -> int:
-        """R."""
-        ...
 
     @property
     def hidden_size(self) -> int:

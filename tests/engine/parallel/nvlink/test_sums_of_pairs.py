@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.formats.expert_rows import AlignedRows
+from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.portable import portable_kernels
 from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import RankGroup
@@ -50,12 +52,17 @@ def draw(seed: int, num_tokens: int, num_experts: int) -> tuple[Tensor, Tensor, 
     return hidden, ids.masked_fill(is_lost, -1), weights.masked_fill(is_lost, torch.nan)
 
 
+def laid_out(rows: AlignedRows | MaskedRows) -> tuple[int, ...]:
+    """How many rows experts return: M, or [L, M]."""
+    return tuple(rows.expert_M.shape if isinstance(rows, AlignedRows) else rows.data_LMD.shape[:2])
+
+
 def layer(dispatcher: GatheredDispatcher[Any], seed: int, num_tokens: int, rank: int) -> Tensor:
     """A dispatch and its combine; experts return small whole numbers, which no order changes."""
     hidden, ids, weights = draw(1000 * seed + rank, num_tokens, 5 * LOCAL)
     rows, handle = dispatcher.start_dispatch(quantize(KERNELS, hidden), ids, weights).wait()
     generator = torch.Generator().manual_seed(1000 * seed + rank + 500)
-    size = (rows.expert_M.shape[0],) if hasattr(rows, "expert_M") else rows.data_LMD.shape[:2]
+    size = laid_out(rows)
     out = torch.randint(-9, 10, (*size, HIDDEN), generator=generator).bfloat16()
     own = torch.full((num_tokens, HIDDEN), 3.0).bfloat16() if seed % 2 else None
     return dispatcher.start_combine(out, handle, None if own is None else Ready(own)).wait()
@@ -146,6 +153,6 @@ def test_fewer_rows_than_were_laid_out_are_refused(max_short: int) -> None:
     hidden, ids, weights = draw(1, MOST, LOCAL)
     plan = form.plan(ids, weights)
     rows = form.permute(quantize(KERNELS, hidden), plan)
-    size = (rows.expert_M.shape[0],) if hasattr(rows, "expert_M") else rows.data_LMD.shape[:2]
+    size = laid_out(rows)
     with pytest.raises(InternalError, match="rows to be summed"):
         form.pair_rows(torch.zeros(size[0] - 1, *size[1:], HIDDEN).bfloat16(), plan, ids)
