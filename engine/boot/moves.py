@@ -8,9 +8,10 @@ from functools import partial
 
 from engine.boot.experts import moe_layers
 from engine.experts.carrier import Carrier
+from engine.experts.expert_tensors import ExpertTensors
 from engine.experts.host_experts import HostExperts, open_host_experts
 from engine.experts.placements import ExpertPlacements
-from engine.experts.staging import ExpertTensors, Staging, box_bytes
+from engine.experts.staging import Staging, box_bytes
 from engine.model.spec import ServedModel
 from engine.operations import do_nothing
 from engine.options import EngineOptions, Switch

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.experts.staging import ExpertTensors, content_bytes
+from engine.experts.expert_tensors import ExpertTensors, content_bytes
 from engine.parallel.groups import RankGroup
 from runtime.errors import ConfigError, InternalError
 from runtime.host_memory import free_bytes

@@ -11,7 +11,6 @@ Outbox and inbox are allocated once, before memory is measured for the KV pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, NamedTuple
 
@@ -19,13 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.experts.expert_tensors import (
+    ROW_BYTES,
+    ExpertTensors,
+    checksum_of,
+    content_bytes,
+    places_of,
+    row_factors,
+)
 from engine.host_copy import upload
 from engine.streams import Streams, StreamUse
-from runtime.errors import InternalError
 
-_ALIGNMENT: Final = 256
 _MAGIC: Final = 0x7A6D_6578_7065_7274
-_HEADER_BYTES: Final = _ALIGNMENT
+_HEADER_BYTES: Final = ROW_BYTES
 
 
 class Canary(NamedTuple):
@@ -35,49 +40,6 @@ class Canary(NamedTuple):
     layer: int
     slot: int
     expert: int
-
-
-class ExpertTensors:
-    """The routed experts of a rank: for every MoE layer what a slot's weights and scales lie in.
-
-    Attributes:
-        device: where they are.
-        num_layers: with experts.
-        num_slots: of this rank, in every layer.
-        sizes: bytes of a slot in each tensor of a layer.
-    """
-
-    def __init__(self, layers: Sequence[Sequence[Tensor]]) -> None:
-        """Take [slots, ...] tensors, the same ones in each layer; contiguous, written in place.
-
-        Raises:
-            InternalError: layers that differ in shape: an expert of one would not fit into another.
-        """
-        self._layers = [[_bytes_of_slots(tensor) for tensor in layer] for layer in layers]
-        shapes = {tuple(tuple(part.shape) for part in layer) for layer in self._layers}
-        if len(shapes) != 1:
-            raise InternalError(f"experts of unlike sizes in one model: {sorted(shapes)}")
-        (first,) = shapes
-        self.device, self.num_layers = layers[0][0].device, len(self._layers)
-        self.num_slots = first[0][0]
-        self.sizes = tuple(size for _, size in first)
-
-    def of(self, layer: int, slot: int) -> list[Tensor]:
-        """Return the bytes of a slot of this rank, one view for each tensor."""
-        return [part[slot] for part in self._layers[layer]]
-
-    def packed(self, layer: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Return a slot's content as it travels, [content_bytes] uint8, and its checksum."""
-        parts = self.of(layer, slot)
-        content = torch.zeros(content_bytes(self), dtype=torch.uint8, device=parts[0].device)
-        for place, part in zip(_places(content, self.sizes), parts, strict=True):
-            place.copy_(part)
-        return content, checksum_of(content, _factors(content))
-
-
-def _bytes_of_slots(tensor: Tensor) -> Tensor:
-    assert tensor.is_contiguous()
-    return tensor.detach().view(tensor.shape[0], -1).view(torch.uint8)
 
 
 class Staging:
@@ -111,7 +73,7 @@ class Staging:
         self.outbox, self.inbox = boxes
         is_cuda = streams.device.type == "cuda"
         self._stream = streams.of(StreamUse.EXPERT_COPIES) if is_cuda else None
-        self._factors = _factors(self.inbox[_HEADER_BYTES:])
+        self._factors = row_factors(self.inbox[_HEADER_BYTES:])
         self._flipped = self._packed = self._checked = None
         self._fits: Tensor | None = None
         if self._stream is not None:
@@ -196,46 +158,15 @@ class Staging:
         return torch.cuda.stream(self._stream)
 
     def _places(self, box: Tensor) -> list[Tensor]:
-        return _places(box[_HEADER_BYTES:], self._tensors.sizes)
+        return places_of(box[_HEADER_BYTES:], self._tensors.sizes)
 
     def _sum(self, box: Tensor) -> Tensor:
         return checksum_of(box[_HEADER_BYTES:], self._factors)
 
 
-def checksum_of(content: Tensor, factors: Tensor) -> Tensor:
-    """Return the checksum of all behind a header: [] int64, which wraps."""
-    rows = content.view(torch.int32).view(len(factors), -1)
-    return (rows.sum(dim=1, dtype=torch.int64) * factors).sum()
-
-
-def content_bytes(tensors: ExpertTensors) -> int:
-    """Return the bytes of an expert as it travels, without its header."""
-    return sum(map(_padded, tensors.sizes))
-
-
 def box_bytes(tensors: ExpertTensors) -> int:
     """Return the bytes of an outbox or inbox."""
     return _HEADER_BYTES + content_bytes(tensors)
-
-
-def _factors(content: Tensor) -> Tensor:
-    """Return a factor for each row of a content; odd, so that a row that differs at all changes the
-    sum, and unlike, so that rows have places.
-    """
-    rows = content.nbytes // _ALIGNMENT
-    return torch.arange(rows, dtype=torch.int64, device=content.device) * 2 + 1
-
-
-def _places(content: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    places, start = [], 0
-    for size in sizes:
-        places.append(content[start : start + size])
-        start += _padded(size)
-    return places
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _header(box: Tensor) -> Tensor:

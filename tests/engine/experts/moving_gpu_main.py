@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
+from engine.experts.expert_tensors import ExpertTensors
 from engine.experts.host_experts import open_host_experts
 from engine.experts.placement import placement_map
 from engine.experts.placements import ExpertPlacements
 from engine.experts.rebalancer import RebalanceOptions, Rebalancer, Stage
-from engine.experts.staging import ExpertTensors, Staging, box_bytes
+from engine.experts.staging import Staging, box_bytes
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup, init_process_groups
 from engine.parallel.lockstep import GroupLockstep, RankState

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.experts.expert_tensors import ExpertTensors, content_bytes
 from engine.experts.host_experts import HostExperts
 from engine.experts.moves import Round, order_moves
 from engine.experts.placement import placement_map
 from engine.experts.placements import ExpertPlacements
 from engine.experts.rebalancer import RebalanceOptions, Rebalancer
-from engine.experts.staging import ExpertTensors, Staging, content_bytes
+from engine.experts.staging import Staging
 from engine.experts.votes import Verdict, conclude
 from engine.streams import Streams
 from runtime.errors import InternalError, TransferFailedError

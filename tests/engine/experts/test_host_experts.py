@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.experts import host_experts
+from engine.experts.expert_tensors import ExpertTensors, content_bytes
 from engine.experts.host_experts import (
     GIB,
     HostExperts,
@@ -17,7 +18,6 @@ from engine.experts.host_experts import (
     open_host_experts,
 )
 from engine.experts.rebalancer import Stage
-from engine.experts.staging import ExpertTensors, content_bytes
 from engine.parallel.groups import RankGroup
 from runtime.errors import ConfigError
 from tests.engine.experts.moving_world import MovingWorld, Wire, signature
