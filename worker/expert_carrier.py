@@ -68,16 +68,21 @@ class TransportCarrier:
         self._peers = self._connecting.result()
         return True
 
-    def send(self, rank: int) -> None:
+    def box(self, rank: int) -> Tensor:
         """See `Carrier`."""
-        source = self._staging.outbox.data_ptr()
-        write = RegionWrite(_INBOX, source, 0, self._staging.nbytes)
+        return self._staging.outbox
+
+    def send(self, rank: int, start: int, end: int) -> None:
+        """See `Carrier`."""
+        source = self._staging.outbox.data_ptr() + start
+        write = RegionWrite(_INBOX, source, start, end - start)
         self._post = self._transport.post(self._peers[rank], [write])
 
     def is_sent(self) -> bool:
         """See `Carrier`."""
         post = self._post
-        assert post is not None
+        if post is None:
+            return True
         state = self._transport.poll(post)
         if state is TransferState.PENDING:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from engine.experts.carrier import Carrier
 from engine.experts.expert_tensors import ExpertTensors
 from engine.experts.host_experts import HostExperts, open_host_experts
 from engine.experts.placements import ExpertPlacements
-from engine.experts.staging import Staging, box_bytes
+from engine.experts.staging import Canary, Staging, box_bytes
 from engine.model.spec import ServedModel
 from engine.operations import do_nothing
 from engine.options import EngineOptions, Switch
@@ -19,8 +20,10 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup, open_side_group
 from engine.parallel.nvlink.expert_carrier import open_nvlink_carrier
 from engine.streams import Streams
+from runtime.errors import InternalError
 from runtime.logging import fields, get_logger
 
+_POLL_S = 0.001
 SIDE_TIMEOUT_S = 60.0
 """Of a collective beside the steps: planning, or connecting, without a rank that has ended."""
 
@@ -77,14 +80,16 @@ def open_moves(
     layers = expert_layers(model)
     if layers is None:
         return None
-    opened = open_nvlink_carrier(model.groups.ep_group, streams, box_bytes(layers))
-    carrier, boxes = (None, None) if opened is None else opened
-    staging = Staging(layers, streams, boxes=boxes)
+    group = model.groups.ep_group
+    opened = open_nvlink_carrier(group, streams.device, box_bytes(layers))
+    carrier, inbox = (None, None) if opened is None else opened
+    staging = Staging(layers, streams, inbox=inbox)
+    _rehearse(staging, placements, group, carrier)
     host = open_host_experts(
         layers,
         placements.table,
         placements.num_logical_experts,
-        model.groups.ep_group,
+        group,
         gib=0.0 if options is None else options.rebalance_host_gib,
         field="rebalance_host_gib" if options is None else options.named("rebalance_host_gib"),
     )
@@ -99,6 +104,38 @@ def open_moves(
         side_group=open_side_group(model.groups, timeout_s=SIDE_TIMEOUT_S),
         close=partial(_close, carrier, host),
     )
+
+
+def _rehearse(
+    staging: Staging, placements: ExpertPlacements, group: RankGroup, carrier: Carrier | None
+) -> None:
+    """Use everything once, because a device takes milliseconds to load what it uses first.
+
+    Every rank has its first expert come to the next rank, where there is a way, and stay where it
+    is.
+
+    Raises:
+        InternalError: what came is not what went.
+    """
+    canary = Canary(turn=0, layer=0, slot=0, expert=0)
+    box = staging.inbox if carrier is None else carrier.box((group.rank + 1) % group.size)
+    group.barrier()  # nobody packs into an inbox that is not there yet
+    for piece in range(staging.num_pieces):
+        staging.pack(piece, canary, 0, box)
+    _settle(staging)
+    group.barrier()
+    for piece in range(staging.num_pieces):
+        staging.check(piece, canary)
+    _settle(staging)
+    if not staging.fits():
+        raise InternalError(f"the first expert that came to rank {group.rank} is not what was sent")
+    placements.move([(0, 0, placements.table[0][0])])
+    group.barrier()
+
+
+def _settle(staging: Staging) -> None:
+    while not (staging.is_packed() and staging.is_checked()):
+        time.sleep(_POLL_S)
 
 
 def _close(carrier: Carrier | None, host: HostExperts | None) -> None:

@@ -1,4 +1,4 @@
-"""What brings the bytes of one expert from a rank's outbox to another rank's inbox.
+"""What brings the bytes of one expert from a rank to another rank's inbox.
 
 The border between moving experts, which is the same everywhere, and what the ranks have between
 them: memory of a peer that is mapped here (`engine.parallel.nvlink.expert_carrier`), or a library
@@ -8,6 +8,8 @@ that writes into registered memory, which workers bring along (`worker.expert_tr
 from __future__ import annotations
 
 from typing import Protocol
+
+from torch import Tensor
 
 
 class Carrier(Protocol):
@@ -22,15 +24,22 @@ class Carrier(Protocol):
         """
         ...
 
-    def send(self, rank: int) -> None:
-        """Start to copy the outbox to the inbox of another rank; the sending before is over."""
+    def box(self, rank: int) -> Tensor:
+        """Return what an expert for another rank is packed into, [nbytes] uint8.
+
+        Its inbox, where that is mapped here; else the outbox of this rank.
+        """
+        ...
+
+    def send(self, rank: int, start: int, end: int) -> None:
+        """Start to bring bytes [start, end) of that box to the rank; the sending before is over."""
         ...
 
     def is_sent(self) -> bool:
-        """Whether the bytes of the latest sending are in the peer's memory.
+        """Whether what was to be sent is in the peer's memory; yes before anything was.
 
         Raises:
-            TandemError: they are not, and will not be.
+            TandemError: it is not, and will not be.
         """
         ...
 

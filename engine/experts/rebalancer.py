@@ -6,9 +6,10 @@ at the same step on all of them:
 1. RESTING, for so many steps; nobody asks.
 2. PLANNING: threads of all ranks gather what experts had to do, and one of them plans.
 3. FREE: every rank's inbox is free, because the flip before was carried out.
-4. SENDING: a source copies an expert to its outbox, and from there to its reader's inbox; or the
-   reader copies it from its host's memory.
-5. CHECKING: every receiver compares canary and checksum.
+4. SENDING: a source packs an expert into its reader's inbox, or where it cannot reach that into its
+   own outbox, and sends it from there; or the reader copies it from its host's memory. A piece a
+   step.
+5. CHECKING: every receiver compares canary and checksum, a piece a step.
 6. The flip: before the next step is announced every receiver copies its inbox into the slot, and
    all ranks write their maps anew. Then FREE again for the next round, or RESTING.
 

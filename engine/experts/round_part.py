@@ -6,6 +6,7 @@ layer, else from a rank that has least to send.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -61,9 +62,10 @@ class RoundPart:
         """Experts that came from host memory."""
         self._rank, self._share = rank, share
         self._incoming: Move | None = None
-        self._sendings: list[_Sending] = []
-        self._sending: _Sending | None = None
-        self._is_posted = self._is_asked = False
+        self._sendings: deque[_Sending] = deque()
+        # Pieces: of the first sending, that are being packed, and given to the carrier; of what
+        # came, that are being checked.
+        self._num_begun = self._num_posted = self._num_checked = 0
         self._turn = 0
 
     def deal(self, moves: Round, *, turn: int) -> None:
@@ -95,46 +97,48 @@ class RoundPart:
 
     def drop(self) -> None:
         """Have no part any more; what was posted is the carrier's to give up."""
-        self._sendings, self._sending, self._incoming = [], None, None
-        self._is_asked = False
+        self._sendings, self._incoming = deque(), None
+        self._num_begun = self._num_posted = self._num_checked = 0
 
     def send(self) -> bool:
-        """Bring the sendings of this rank on, one after another; whether all are over.
+        """Bring the sendings of this rank on by a piece, one after another; whether all are over.
 
         Raises:
             TandemError: one failed.
         """
-        if self._sending is None:
-            if not self._sendings:
-                return True
-            self._sending, self._is_posted = self._sendings.pop(0), False
-            self._start(self._sending)
-        if not self._staging.is_packed():
+        if not self._sendings:
+            return True
+        if not (self._staging.is_packed() and self._carrier.is_sent()):
             return False
-        is_own = self._sending.rank == self._rank
-        if not self._is_posted:
-            self._is_posted = True
-            if self._sending.slot == _HOST:
-                self.num_fetched += 1
-            elif is_own:
-                self._staging.loop_back()
-            else:
-                self._carrier.send(self._sending.rank)
-        if not (self._staging.is_packed() if is_own else self._carrier.is_sent()):
+        sending = self._sendings[0]
+        if self._num_posted < self._num_begun:
+            if sending.rank != self._rank:
+                self._carrier.send(sending.rank, *self._staging.bounds(self._num_posted))
+            self._num_posted += 1
+        if self._num_begun < self._staging.num_pieces:
+            self._begin(sending, self._num_begun)
+            self._num_begun += 1
             return False
-        self._sending = None
+        if not self._carrier.is_sent():
+            return False
+        self.num_fetched += sending.slot == _HOST
+        self._sendings.popleft()
+        self._num_begun = self._num_posted = 0
         return not self._sendings
 
-    def _start(self, sending: _Sending) -> None:
+    def _begin(self, sending: _Sending, piece: int) -> None:
         canary = sending.canary
-        if sending.slot != _HOST:
-            self._staging.start_packing(canary, sending.slot)
+        if sending.slot == _HOST:
+            assert self._host is not None
+            content, checksum = self._host.get(canary.layer, canary.expert)
+            self._staging.fetch(piece, canary, content, checksum)
             return
-        assert self._host is not None
-        self._staging.start_fetch(canary, *self._host.get(canary.layer, canary.expert))
+        is_own = sending.rank == self._rank
+        box = self._staging.inbox if is_own else self._carrier.box(sending.rank)
+        self._staging.pack(piece, canary, sending.slot, box)
 
     def check(self) -> bool:
-        """Whether what came is what was to come; false while that is asked.
+        """Look at another piece of what came; whether all of it is what was to come.
 
         Raises:
             TransferFailedError: it is not.
@@ -142,15 +146,17 @@ class RoundPart:
         move = self._incoming
         if move is None:
             return True
-        if not self._is_asked:
-            self._is_asked = True
-            self._staging.start_check(self._canary_of(move))
-        fits = self._staging.check_result()
-        if fits is False:
+        if not self._staging.is_checked():
+            return False
+        if self._num_checked < self._staging.num_pieces:
+            self._staging.check(self._num_checked, self._canary_of(move))
+            self._num_checked += 1
+            return False
+        if not self._staging.fits():
             facts = fields(layer=move.layer, slot=move.slot, expert=move.expert)
             text = f"the canary of an expert that was staged does not fit {facts}"
             raise TransferFailedError(text)
-        return fits is True
+        return True
 
     def flip(self) -> int:
         """Copy what came into its slot, for the next step; how many bytes these were."""

@@ -1,9 +1,10 @@
-"""Experts between GPUs of one host: copies into the inbox of a peer, whose memory is mapped here.
+"""Experts between GPUs of one host: packed into the inbox of a peer, whose memory is mapped here.
 
-A copy is issued by the engine loop's thread to the stream of moving experts, where it follows the
-packing; no thread helps, because a copy that another thread issues may wait in the driver for a
-graph's launch, and the graph for that thread. When its event is over the bytes are in the peer's
-memory, and nothing of them can land later.
+What packs an expert (`engine.experts.staging`) copies it there itself, on the stream of moving
+experts: nothing is left to be sent, and when it is packed the bytes are in the peer's memory, and
+nothing of them can land later. The engine loop's thread issues these copies; no thread helps,
+because a copy that another thread issues may wait in the driver for a graph's launch, and the graph
+for that thread.
 """
 
 from __future__ import annotations
@@ -15,78 +16,64 @@ from torch import Tensor
 
 from engine.parallel.groups import RankGroup
 from engine.parallel.nvlink.open import map_peer_memory
-from engine.streams import Streams, StreamUse
 
 
 class NvlinkCarrier:
     """See `engine.experts.carrier.Carrier`."""
 
-    def __init__(
-        self,
-        outbox: Tensor,
-        inboxes: Sequence[Tensor],
-        stream: torch.cuda.Stream,
-        close: Callable[[], None],
-    ) -> None:
+    is_ready = True
+    """Nothing is under way that is not being packed."""
+
+    def __init__(self, inboxes: Sequence[Tensor], close: Callable[[], None]) -> None:
         """Take what is mapped.
 
         Args:
-            outbox: of this rank, uint8.
             inboxes: of all ranks, as this GPU sees them.
-            stream: on which the outbox is packed.
             close: gives the mapping back; all ranks call.
         """
-        self._outbox, self._inboxes, self._stream = outbox, inboxes, stream
-        self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._inboxes = inboxes
         self.close = close
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the latest copy is over: then nothing of it can land."""
-        return self.is_sent()
-
-    def send(self, rank: int) -> None:
+    def box(self, rank: int) -> Tensor:
         """See `Carrier`."""
-        with torch.cuda.stream(self._stream):
-            self._inboxes[rank].copy_(self._outbox, non_blocking=True)
-            self._sent.record(self._stream)
+        return self._inboxes[rank]
+
+    def send(self, rank: int, start: int, end: int) -> None:
+        """See `Carrier`; it is there."""
 
     def is_sent(self) -> bool:
-        """See `Carrier`; a copy that fails takes the device along."""
-        return bool(self._sent.query())  # type: ignore[no-untyped-call]
+        """See `Carrier`."""
+        return True
 
     def recover(self) -> None:
-        """See `Carrier`; `is_ready` waits for what is under way."""
+        """See `Carrier`; what is being packed is waited for by whoever packs."""
 
 
 def open_nvlink_carrier(
-    group: RankGroup, streams: Streams, nbytes: int
-) -> tuple[NvlinkCarrier, tuple[Tensor, Tensor]] | None:
-    """Allocate boxes that the peers can reach; all ranks call.
+    group: RankGroup, device: torch.device, nbytes: int
+) -> tuple[NvlinkCarrier, Tensor] | None:
+    """Allocate an inbox that the peers can reach; all ranks call.
 
     Args:
         group: the ranks; each has a GPU.
-        streams: of this rank.
-        nbytes: of a box.
+        device: of this rank.
+        nbytes: of an inbox.
 
     Returns:
-        The carrier, outbox and inbox; None where the ranks cannot reach each other's memory.
+        The carrier, and the inbox, of zeros; None where the ranks cannot reach each other's memory.
     """
-    memory = map_peer_memory(group, streams.device, 2 * nbytes, num_zeros=2 * nbytes)
+    memory = map_peer_memory(group, device, nbytes, num_zeros=nbytes)
     if memory is None:
         return None
-    seen = [
-        memory.handle.get_buffer(rank, (2 * nbytes,), torch.uint8)  # type: ignore[attr-defined]
+    inboxes = [
+        memory.handle.get_buffer(rank, (nbytes,), torch.uint8)  # type: ignore[attr-defined]
         for rank in range(group.size)
     ]
-    outbox, inbox = memory.buffer[:nbytes], memory.buffer[nbytes:]
-    held: list[object] = [memory, seen]
+    held: list[object] = [memory, inboxes]
 
     def close() -> None:
-        torch.cuda.synchronize(streams.device)
+        torch.cuda.synchronize(device)
         group.barrier()
         held.clear()
 
-    inboxes = [box[nbytes:] for box in seen]
-    stream = streams.of(StreamUse.EXPERT_COPIES)
-    return NvlinkCarrier(outbox, inboxes, stream, close), (outbox, inbox)
+    return NvlinkCarrier(inboxes, close), memory.buffer[:nbytes]

@@ -72,9 +72,9 @@ class Rank:
             for layer in range(NUM_LAYERS)
         ]
         tensors, streams = ExpertTensors(self.layers), Streams(device)
-        opened = open_nvlink_carrier(group, streams, box_bytes(tensors))
+        opened = open_nvlink_carrier(group, device, box_bytes(tensors))
         assert opened is not None, "the ranks cannot reach each other's memory"
-        self.carrier, boxes = opened
+        self.carrier, inbox = opened
         tables = random_tables(
             11, num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_slots=num_slots
         )
@@ -83,7 +83,7 @@ class Rank:
         )
         self.rebalancer = Rebalancer(
             self.placements,
-            Staging(tensors, streams, boxes=boxes),
+            Staging(tensors, streams, inbox=inbox),
             self.carrier,
             TablePlanner(self.placements, group.size, tables),
             rank=group.rank,

@@ -8,19 +8,22 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.experts.carrier import Carrier
 from engine.experts.expert_tensors import ExpertTensors, content_bytes
 from engine.experts.host_experts import HostExperts
 from engine.experts.moves import Round, order_moves
 from engine.experts.placement import placement_map
 from engine.experts.placements import ExpertPlacements
 from engine.experts.rebalancer import RebalanceOptions, Rebalancer
-from engine.experts.staging import Staging
+from engine.experts.staging import Staging, box_bytes
 from engine.experts.votes import Verdict, conclude
+from engine.parallel.nvlink.expert_carrier import NvlinkCarrier
 from engine.streams import Streams
 from runtime.errors import InternalError, TransferFailedError
 
@@ -50,11 +53,11 @@ class Wire:
 
     fate: Callable[[int, int], int | str] = lambda source, reader: 0
     inboxes: dict[int, Tensor] = field(default_factory=dict)
-    late: list[tuple[int, Tensor]] = field(default_factory=list)
+    late: list[Callable[[], object]] = field(default_factory=list)
 
     def land_late(self) -> None:
-        for reader, content in self.late:
-            self.inboxes[reader].copy_(content)
+        for land in self.late:
+            land()
         self.late.clear()
 
 
@@ -65,6 +68,7 @@ class WireCarrier:
         self._wire, self._rank, self._staging = wire, rank, staging
         wire.inboxes[rank] = staging.inbox
         self._left: int | str = 0
+        self._land: Callable[[], object] | None = None
         self.closed = self.recovered = 0
         self.recovery_fails = False
 
@@ -74,32 +78,38 @@ class WireCarrier:
             raise TransferFailedError("no way back")
         return True
 
-    def send(self, rank: int) -> None:
-        self._to, self._left = rank, self._wire.fate(self._rank, rank)
-        self._content = self._staging.outbox.clone()
+    def box(self, rank: int) -> Tensor:
+        return self._staging.outbox
+
+    def send(self, rank: int, start: int, end: int) -> None:
+        assert self._land is None, "the sending before is not over"
+        self._left = self._wire.fate(self._rank, rank)
+        half = start + (end - start) // 2
+        upto = half if self._left == "torn" else end
+        place = self._wire.inboxes[rank][start:upto]
+        self._land = partial(place.copy_, self._staging.outbox[start:upto].clone())
 
     def is_sent(self) -> bool:
-        inbox = self._wire.inboxes[self._to]
+        if self._land is None:
+            return True
         match self._left:
             case "lost":
                 return False
             case "late":
-                self._wire.late.append((self._to, self._content))
+                self._wire.late.append(self._land)
                 raise TransferFailedError("it was refused")
             case "failed":
                 raise TransferFailedError("it was refused")
-            case "torn":
-                half = self._staging.nbytes // 2
-                inbox[:half].copy_(self._content[:half])
-                return True
             case int(steps) if steps > 0:
                 self._left = steps - 1
                 return False
-        inbox.copy_(self._content)
+        self._land()
+        self._land = None
         return True
 
     def recover(self) -> None:
         self.recovered += 1
+        self._land = None
         self._wire.land_late()  # a fence: what was under way is over behind it
 
     def close(self) -> None:
@@ -183,9 +193,14 @@ class MovingRank:
             for layer, row in enumerate(table)
         ]
         self.tensors = ExpertTensors(self.layers)
-        self.staging = Staging(self.tensors, Streams(CPU))
+        inbox = world.inboxes[rank] if world.inboxes else None
+        self.staging = Staging(
+            self.tensors, Streams(CPU), inbox=inbox, piece_bytes=world.piece_bytes
+        )
         self.host = world.host_of(self)
-        self.carrier = WireCarrier(world.wire, rank, self.staging)
+        self.wire = WireCarrier(world.wire, rank, self.staging)
+        mapped = NvlinkCarrier(world.inboxes, self.wire.close)
+        self.carrier: Carrier = mapped if world.inboxes else self.wire
         self.planner = TablePlanner(self.placements, world.num_ranks, world.targets)
         self.rebalancer = Rebalancer(
             self.placements,
@@ -223,6 +238,8 @@ class MovingWorld:
     width: int = 5
     interval: int = 3
     timeout_s: float = 5.0
+    piece_bytes: int = 256
+    is_mapped: bool = False
     seed: int = 0
     host_layers: int = 0
     targets: Callable[[int], np.ndarray | None] | None = None
@@ -237,6 +254,11 @@ class MovingWorld:
                 num_experts=self.num_experts,
                 num_slots=self.num_slots,
             )
+        self.inboxes: list[Tensor] = []
+        if self.is_mapped:  # as with GPUs of one host: the peers' inboxes are packed into
+            row = torch.zeros(1, self.width), torch.zeros(1, 3)
+            nbytes = box_bytes(ExpertTensors([row]))
+            self.inboxes = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(self.num_ranks)]
         self.ranks = [MovingRank(self, rank) for rank in range(self.num_ranks)]
 
     def host_of(self, rank: MovingRank) -> HostExperts | None:

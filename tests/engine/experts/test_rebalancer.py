@@ -29,15 +29,31 @@ def stages(world: MovingWorld) -> set[Stage]:
     shape=st.sampled_from([(2, 4, 4), (2, 4, 6), (4, 8, 8), (4, 8, 12), (4, 4, 8)]),
     seed=st.integers(0, 10**6),
     delays=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    piece_bytes=st.sampled_from([256, 512, 10**6]),
+    is_mapped=st.booleans(),
 )
 def test_weights_and_maps_move_together(
-    shape: tuple[int, int, int], seed: int, delays: list[int]
+    shape: tuple[int, int, int],
+    seed: int,
+    delays: list[int],
+    piece_bytes: int,
+    is_mapped: bool,
 ) -> None:
     rng = random.Random(seed)
     wire = Wire(fate=lambda source, reader: rng.choice(delays))
     num_ranks, num_experts, num_slots = shape
-    world = MovingWorld(num_ranks, num_experts, num_slots, seed=seed, wire=wire, timeout_s=1e9)
-    for _ in range(60):
+    world = MovingWorld(
+        num_ranks,
+        num_experts,
+        num_slots,
+        width=150,
+        seed=seed,
+        wire=wire,
+        timeout_s=1e9,
+        piece_bytes=piece_bytes,
+        is_mapped=is_mapped,
+    )
+    for _ in range(100):
         world.step()
         world.check()
     counts = world.ranks[0].rebalancer.counts
@@ -91,7 +107,7 @@ def test_a_copy_that_fails_is_given_up_by_all_and_said(
     for rank in world.ranks:
         assert rank.rebalancer.counts.num_retreats > 0
         assert rank.rebalancer.epoch == 0
-        assert rank.carrier.recovered == rank.rebalancer.counts.num_retreats
+        assert rank.wire.recovered == rank.rebalancer.counts.num_retreats
     assert any(reason in rank.rebalancer.last_retreat for rank in world.ranks)
     assert "gave up moving experts" in caplog.text
     assert reason in caplog.text
@@ -112,7 +128,7 @@ def test_tries_come_later_after_each_retreat() -> None:
 
 def test_a_wire_that_does_not_come_back_stops_the_moves_and_says_so() -> None:
     world = MovingWorld(2, 4, 4, wire=Wire(fate=lambda source, reader: "failed"))
-    world.ranks[1].carrier.recovery_fails = True
+    world.ranks[1].wire.recovery_fails = True
     for _ in range(100):
         world.step()
     assert stages(world) == {Stage.STOPPED}
@@ -188,7 +204,7 @@ def test_a_slot_is_not_filled_where_maps_refuse() -> None:
 @pytest.mark.timeout(120)
 def test_72_ranks_as_threads() -> None:
     """Each rank a thread, with the real message; the last one dies in the middle."""
-    num_ranks, num_steps = 72, 30
+    num_ranks, num_steps = 72, 60
     rng = random.Random(5)
     wire = Wire(fate=lambda source, reader: rng.choice([0, 0, 1]))
     world = MovingWorld(num_ranks, 72, 144, num_layers=1, wire=wire, timeout_s=1e9)
