@@ -125,7 +125,9 @@ def _look_back(
     if options.step_log:
         steps = run.of_rank_0
         kinds = kinds_of(watched, steps) if watched is not None else ()
-        save_log(Path(options.step_log), tokens, step_s=steps.step_s, kinds=kinds)
+        save_log(
+            Path(options.step_log), tokens, step_s=steps.step_s, idle_s=steps.idle_s, kinds=kinds
+        )
     return {**seen, "text": text}
 
 

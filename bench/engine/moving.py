@@ -107,7 +107,7 @@ class WatchedExperts:
         if self.moving is not None:
             self._turns = self.moving.rebalancer
         self._phase, self._key = _Phase.BEFORE, 0
-        self._kind, self._num_resting = RECORDED, 0
+        self._kind, self._num_resting, self._runs_ahead = "", 0, False
 
     @property
     def rebalancer(self) -> Rebalancer | None:
@@ -126,22 +126,36 @@ class WatchedExperts:
             self.moving is None and self._phase is not _Phase.BEFORE
         )
 
-    def attach(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """Begin; `post` has the loop's thread do something between two steps."""
-        self._post = post
+    def attach(
+        self, post: Callable[[Callable[[], None]], None], *, runs_ahead: bool = False
+    ) -> None:
+        """Begin.
+
+        Args:
+            post: has the loop's thread do something between two steps.
+            runs_ahead: whether a step is launched while the one before it runs.
+        """
+        self._post, self._runs_ahead = post, runs_ahead
         post(lambda: self._follow(self.before))
         if self.moving is not None:
             self.moving.follow_load()
 
     def say(self) -> Word:
-        """See `engine.experts.votes.ExpertTurns`; what is begun here runs beside the next step."""
+        """See `engine.experts.votes.ExpertTurns`.
+
+        What is begun here runs beside the step that runs now, or if none does, the next one. A flip
+        lies before the next one.
+        """
         mover = self.rebalancer
         if mover is None:
-            self._kind = self._resting()
             return self._turns.say()
         stage, epoch = mover.stage, mover.epoch
         word = self._turns.say()
-        self._kind = self._resting() if stage is Stage.RESTING else stage.value
+        self._kind = "" if stage is Stage.RESTING else stage.value
+        if self._runs_ahead and self._kind:
+            if self.kinds[-1:] != [FLIP]:
+                self.kinds[-1:] = [self._kind]
+            self._kind = ""
         if mover.epoch != epoch:
             self._kind = FLIP
         return word
@@ -152,7 +166,7 @@ class WatchedExperts:
 
     def passed(self) -> None:
         """The group has launched a step."""
-        self.kinds.append(self._kind)
+        self.kinds.append(self._kind or self._resting())
         self._feed.passed()
         self._carry_on()
 

@@ -72,13 +72,24 @@ def open_tokens(options: DecodeOptions) -> SaidTokens | None:
 
 
 def save_log(
-    path: Path, tokens_SRB: Tokens, *, step_s: Sequence[float], kinds: Sequence[str]
+    path: Path,
+    tokens_SRB: Tokens,
+    *,
+    step_s: Sequence[float],
+    idle_s: Sequence[float] = (),
+    kinds: Sequence[str],
 ) -> None:
-    """Write tokens from the first step on, and of the measured ones the seconds and the kinds."""
+    """Write tokens from the first step on; of the measured ones the seconds that they took, those
+    that the device idled before them (empty where unknown), and the kinds.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         np.savez_compressed(
-            file, tokens=tokens_SRB, step_s=np.array(step_s), kinds=np.array(kinds, dtype="U16")
+            file,
+            tokens=tokens_SRB,
+            step_s=np.array(step_s),
+            idle_s=np.array(idle_s),
+            kinds=np.array(kinds, dtype="U16"),
         )
 
 

@@ -71,8 +71,15 @@ class StepRunner(Protocol):
 class LoopExperts(ExpertTurns, Protocol):
     """What a loop does about experts between its steps; `bench.engine.moving.WatchedExperts`."""
 
-    def attach(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """Begin; `post` has the loop's thread do something between two steps."""
+    def attach(
+        self, post: Callable[[Callable[[], None]], None], *, runs_ahead: bool = False
+    ) -> None:
+        """Begin.
+
+        Args:
+            post: has the loop's thread do something between two steps.
+            runs_ahead: whether a step is launched while the one before it runs.
+        """
         ...
 
     def passed(self) -> None:
@@ -254,7 +261,7 @@ def measure_steps(
         ),
     )
     if experts is not None:
-        experts.attach(loop.post)
+        experts.attach(loop.post, runs_ahead=place.max_ahead > 0)
     loop.start()
     seen = []
     for moment in (times.began, times.enough) if driver.has_requests else ():

@@ -48,7 +48,8 @@ class FakeMover:
         self.counts.num_rounds += before is Stage.CHECKING and self.stage is not Stage.CHECKING
 
 
-def test_steps_have_the_name_of_what_was_begun_before_them() -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_steps_have_the_name_of_what_runs_beside_them(ahead: int) -> None:
     counter = ExpertCounter((0,), 4, 1)
     placements = ExpertPlacements([(0, 1, 2, 3)], 4, can_change=True)
     experts = SimpleNamespace(counter=counter, placements=placements, num_ranks=2)
@@ -58,16 +59,17 @@ def test_steps_have_the_name_of_what_was_begun_before_them() -> None:
     )  # fmt: skip
     moving = SimpleNamespace(rebalancer=mover, follow_load=lambda: None, close=lambda: None)
     watched = WatchedExperts(experts, lambda feed: moving, interval_steps=8)  # type: ignore[arg-type, return-value]
-    watched.attach(lambda work: work())
+    watched.attach(lambda work: work(), runs_ahead=ahead > 0)
     while not watched.is_done:
         watched.say()
         watched.hear(None, has_work=True)  # type: ignore[arg-type]
         watched.passed()
     names = watched.kinds
     assert names[:5] == ["recorded"] * 5
-    assert names[5:8] == ["before"] * 3
-    assert names[8:13] == ["planning", "planning", "free", "sending", "checking"]
-    assert set(names[13:]) == {"before", "recorded", "after"}
+    begun = 8 - ahead
+    assert names[5:begun] == ["before"] * (begun - 5)
+    assert names[begun : begun + 5] == ["planning", "planning", "free", "sending", "checking"]
+    assert set(names[begun + 5 :]) == {"before", "recorded", "after"}
     assert names[-1] == "after"
     assert watched.after is not None
     assert len(watched.before.windows) == len(watched.after.windows) == 4
