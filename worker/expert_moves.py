@@ -114,8 +114,10 @@ class ExpertMoves:
             self.plans.watch(registry)
 
     def close(self) -> None:
-        """End the thread, and let the peers go."""
+        """End the thread and the process of plans, and let the peers go."""
         self.side.close()
+        if self.plans is not None:
+            self.plans.close()
         if self.transport is not None:
             self.transport.close()
 

@@ -6,6 +6,7 @@ how long its passes take, and on how many hosts the ranks are.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,10 +16,13 @@ from prometheus_client import CollectorRegistry
 from engine.experts.counted import CountedExperts
 from engine.experts.even_plan import plan_even_rows
 from engine.experts.gpu_rates import CPU, GpuRates, rates_of_device
-from engine.experts.group_planner import MakePlan
+from engine.experts.group_planner import MakePlan, Numbers
+from engine.experts.moves import Round
 from engine.experts.pass_clock import PassClock
 from engine.experts.plan import Terms
+from engine.experts.plan_process import PlanProcess
 from engine.experts.timed_plans import PlanCounts, ServedExperts, TimedPlans
+from engine.experts.windows import LoadWindow
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from runtime.metrics import counter_of, gauge_of
@@ -31,10 +35,12 @@ class ExpertPlans:
     Attributes:
         make: for `engine.experts.group_planner.GroupPlanner`.
         counts: what plans by time said; None where they are not made by time.
+        close: ends what computes them.
     """
 
     make: MakePlan
     counts: PlanCounts | None
+    close: Callable[[], None]
 
     def watch(self, registry: CollectorRegistry) -> None:
         """Export what the latest plan expects, where time is modelled."""
@@ -79,10 +85,14 @@ def open_expert_plans(
     Raises:
         ConfigError: time is asked for, and nothing is known of how fast this GPU is.
     """
-    min_gain = section.rebalance_min_gain
+    min_gain, process = section.rebalance_min_gain, PlanProcess()
     if section.rebalance_objective == "rows":
-        make = partial(plan_even_rows, num_ranks=experts.num_ranks, min_gain=min_gain)
-        return ExpertPlans(make=make, counts=None)
+
+        def make(window: LoadWindow, table_LP: Numbers) -> Sequence[Round]:
+            num_ranks = experts.num_ranks
+            return process(plan_even_rows, window, table_LP, num_ranks=num_ranks, min_gain=min_gain)
+
+        return ExpertPlans(make=make, counts=None, close=process.close)
     served = ServedExperts.of(
         experts,
         num_hosts=equal_hosts(experts.num_ranks, section.ranks_per_host),
@@ -91,8 +101,8 @@ def open_expert_plans(
     )
     # What is measured now is expected to last as long as it was measured for.
     terms = Terms(horizon_passes=section.rebalance_interval_steps, min_gain=min_gain)
-    plans = TimedPlans(served, terms, clock.pass_s)
-    return ExpertPlans(make=plans, counts=plans.counts)
+    plans = TimedPlans(served, terms, clock.pass_s, process)
+    return ExpertPlans(make=plans, counts=plans.counts, close=process.close)
 
 
 def equal_hosts(num_ranks: int, ranks_per_host: int) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from engine.experts.balance import balance_layers
 from engine.experts.balancedness import rank_rows
 from engine.experts.moves import Round, order_moves
+from engine.experts.told_rounds import ToldRounds
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,4 +42,4 @@ def plan_even_rows(
     if not after or before / after - 1 < min_gain:
         return ()
     target_LP = np.where((then_L < now_L)[:, None], even_LP, table_LP)
-    return order_moves(table_LP, target_LP, num_ranks=num_ranks)[1]
+    return ToldRounds.of(order_moves(table_LP, target_LP, num_ranks=num_ranks)[1])

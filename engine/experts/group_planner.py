@@ -15,9 +15,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from engine.experts.moves import Move, Round
+from engine.experts.moves import Round
 from engine.experts.placements import ExpertPlacements
 from engine.experts.side_thread import SideThread, gather_bytes
+from engine.experts.told_rounds import ToldRounds
 from engine.experts.windows import LoadWindow
 from engine.parallel.groups import RankGroup
 from runtime.errors import InternalError
@@ -104,24 +105,23 @@ class GroupPlanner:
         told = b""
         if self._group.rank == 0:
             told = self._told(windows, table_LP)
-        told = gather_bytes(self._group, told)[0]
-        content = json.loads(told)
-        if "error" in content:
-            raise InternalError(f"no plan was made: {content['error']}")
-        return _decode_rounds(content["rounds"])
+        problem, _, rounds = gather_bytes(self._group, told)[0].partition(b"\n")
+        if problem:
+            raise InternalError(f"no plan was made: {json.loads(problem)}")
+        return ToldRounds(rounds)
 
     def _told(self, windows: Sequence[bytes], table_LP: Numbers) -> bytes:
-        """Return what rank 0 tells the others: rounds, or why there is no plan."""
+        """Return what rank 0 tells the others: why there is no plan, or a line behind it rounds."""
+        if not all(windows):
+            return b"\n"  # too early: no window has ended
         try:
-            if not all(windows):
-                return json.dumps({"rounds": []}).encode()  # too early: no window has ended
-            rounds = self._make_plan(_sum(windows), table_LP)
+            rounds = ToldRounds.of(self._make_plan(_sum(windows), table_LP))
         except Exception as error:
             logger.exception("experts could not be planned")
-            return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
-        facts = fields(num_rounds=len(rounds), num_moves=sum(map(len, rounds)))
+            return json.dumps(f"{type(error).__name__}: {error}").encode()
+        facts = fields(num_rounds=len(rounds), num_moves=rounds.num_moves)
         logger.info("planned the moves of experts %s", facts)
-        return json.dumps({"rounds": _encode_rounds(rounds)}).encode()
+        return b"\n" + rounds.encoded
 
 
 def _encode_window(window: LoadWindow) -> bytes:
@@ -137,29 +137,3 @@ def _sum(windows: Sequence[bytes]) -> LoadWindow:
     counts = np.sum([window[4:] for window in numbers if window.size > 4], axis=0)
     shape = (num_layers, num_experts)
     return LoadWindow(first_pass=first, end_pass=end, counts_LE=counts.reshape(shape))
-
-
-def _encode_rounds(rounds: Sequence[Round]) -> list[list[list[int]]]:
-    return [
-        [
-            [move.layer, move.slot, move.expert, move.replaced, *map(int, move.sources)]
-            for move in moves
-        ]
-        for moves in rounds
-    ]
-
-
-def _decode_rounds(told: Sequence[Sequence[Sequence[int]]]) -> list[Round]:
-    return [
-        tuple(
-            Move(
-                layer=row[0],
-                slot=row[1],
-                expert=row[2],
-                replaced=row[3],
-                sources=tuple(row[4:]),
-            )
-            for row in moves
-        )
-        for moves in told
-    ]

@@ -17,17 +17,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.experts.counted import CountedExperts
 from engine.experts.gpu_rates import GpuRates
 from engine.experts.moves import Round
-from engine.experts.plan import Expectation, Plan, Terms, plan_placement
+from engine.experts.plan import Expectation, Terms, plan_placement
+from engine.experts.plan_process import Compute, compute_here
 from engine.experts.time_model import TimeModel
+from engine.experts.told_rounds import ToldRounds
 from engine.experts.trace import ExpertTrace
 from engine.experts.windows import LoadWindow
 from runtime.logging import fields, get_logger
 
 if TYPE_CHECKING:
     from engine.config import DeepseekV3Config
+    from engine.experts.counted import CountedExperts
 
 logger = get_logger(__name__)
 
@@ -102,6 +104,23 @@ class PlanCounts:
     expected: Expectation | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedPlan:
+    """What is to be told of a plan.
+
+    Attributes:
+        rounds: none where it does not pay.
+        expectation: see `engine.experts.plan.Plan`.
+        refusal: the same.
+        source: where times are from, for the log.
+    """
+
+    rounds: ToldRounds
+    expectation: Expectation
+    refusal: str
+    source: dict[str, object]
+
+
 class TimedPlans:
     """Makes the plans of a group; see `engine.experts.group_planner.MakePlan`.
 
@@ -110,7 +129,11 @@ class TimedPlans:
     """
 
     def __init__(
-        self, served: ServedExperts, terms: Terms, pass_s: Callable[[], float | None]
+        self,
+        served: ServedExperts,
+        terms: Terms,
+        pass_s: Callable[[], float | None],
+        compute: Compute = compute_here,
     ) -> None:
         """Know what is served.
 
@@ -118,52 +141,84 @@ class TimedPlans:
             served: of the instance.
             terms: when a plan pays.
             pass_s: seconds of a pass lately; None where too few were made.
+            compute: where plans are computed.
         """
         self._served, self._terms, self._pass_s = served, terms, pass_s
+        self._compute = compute
         self.counts = PlanCounts()
 
     def __call__(self, window: LoadWindow, table_LP: npt.NDArray[np.int64]) -> Sequence[Round]:
         """Plan, and say what is expected; no round where a plan does not pay."""
-        served, trace = self._served, self._served.trace_of(window)
-        if not int(trace.counts_NLE.sum()):
+        if not window.counts_LE.any():
             return ()  # steps without a request's token
-        model, source = self._model(trace, table_LP)
-        plan = plan_placement(
-            trace,
-            table_LP,
-            num_ranks=served.num_ranks,
-            num_hosts=served.num_hosts,
-            model=model,
-            terms=self._terms,
+        plan = self._compute(
+            plan_by_time, self._served, self._terms, window, table_LP, self._pass_s()
         )
         self.counts.expected = plan.expectation
         self.counts.num_refused += bool(plan.refusal)
-        _tell(plan, source)
+        _tell(plan)
         return plan.rounds
 
-    def _model(
-        self, trace: ExpertTrace, table_LP: npt.NDArray[np.int64]
-    ) -> tuple[TimeModel, dict[str, object]]:
-        """Return the model of a pass, and for the log where its times are from."""
-        served, pass_s = self._served, self._pass_s()
-        model = TimeModel.of_trace(trace, served.rates)
-        experts_s = float(
-            model.layer_seconds(
-                trace.counts_NLE,
-                table_LP,
-                num_ranks=served.num_ranks,
-                num_hosts=served.num_hosts,
-                passes_per_row=trace.passes_per_row,
-            ).sum()
-        )
-        source: dict[str, object] = {"rates": served.rates.name, "experts_ms": experts_s * 1e3}
-        if pass_s and experts_s:
-            model = model.fitted(experts_s, pass_s)
-            source["measured_pass_ms"] = pass_s * 1e3
-        return model, source
+
+def plan_by_time(
+    served: ServedExperts,
+    terms: Terms,
+    window: LoadWindow,
+    table_LP: npt.NDArray[np.int64],
+    pass_s: float | None,
+) -> TimedPlan:
+    """Plan from a window of all ranks.
+
+    Args:
+        served: of the instance.
+        terms: when a plan pays.
+        window: with tokens.
+        table_LP: the expert of every slot now.
+        pass_s: seconds of a pass lately; None where that is not known.
+    """
+    trace = served.trace_of(window)
+    model, source = _model(served, trace, table_LP, pass_s)
+    plan = plan_placement(
+        trace,
+        table_LP,
+        num_ranks=served.num_ranks,
+        num_hosts=served.num_hosts,
+        model=model,
+        terms=terms,
+    )
+    return TimedPlan(
+        rounds=ToldRounds.of(plan.rounds),
+        expectation=plan.expectation,
+        refusal=plan.refusal,
+        source=source,
+    )
 
 
-def _tell(plan: Plan, source: dict[str, object]) -> None:
+def _model(
+    served: ServedExperts,
+    trace: ExpertTrace,
+    table_LP: npt.NDArray[np.int64],
+    pass_s: float | None,
+) -> tuple[TimeModel, dict[str, object]]:
+    """Return the model of a pass, and for the log where its times are from."""
+    model = TimeModel.of_trace(trace, served.rates)
+    experts_s = float(
+        model.layer_seconds(
+            trace.counts_NLE,
+            table_LP,
+            num_ranks=served.num_ranks,
+            num_hosts=served.num_hosts,
+            passes_per_row=trace.passes_per_row,
+        ).sum()
+    )
+    source: dict[str, object] = {"rates": served.rates.name, "experts_ms": experts_s * 1e3}
+    if pass_s and experts_s:
+        model = model.fitted(experts_s, pass_s)
+        source["measured_pass_ms"] = pass_s * 1e3
+    return model, source
+
+
+def _tell(plan: TimedPlan) -> None:
     expected = plan.expectation
     facts = fields(
         gain=expected.gain,
@@ -172,7 +227,7 @@ def _tell(plan: Plan, source: dict[str, object]) -> None:
         num_moves=expected.num_moves,
         balancedness=expected.balancedness_before,
         then=expected.balancedness_after,
-        **source,
+        **plan.source,
     )
     if plan.refusal:
         logger.info("experts stay: %s %s", plan.refusal, facts)

@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from engine.experts.counter import Counts, Reading
+if TYPE_CHECKING:
+    from engine.experts.counter import Counts, Reading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -48,8 +49,9 @@ def test_rows_move_experts_where_time_refuses(experts: CountedExperts) -> None:
     load, table = skewed(experts), table_of(experts)
     by_rows = opened(experts, rebalance_objective="rows", rebalance_min_gain=0.01)
     by_time = opened(experts, rebalance_min_gain=1e6)
-    assert by_rows.make(load, table)
-    assert not by_time.make(load, table)
+    with closing(by_rows), closing(by_time):
+        assert by_rows.make(load, table)
+        assert not by_time.make(load, table)
     assert by_rows.counts is None
     assert by_time.counts is not None
     assert by_time.counts.num_refused == 1
@@ -64,7 +66,8 @@ def test_metrics_tell_what_the_latest_plan_expects(experts: CountedExperts) -> N
 
     names = ("refused_total", "expected_gain", "expected_bytes", "expected_rounds")
     assert [told(name) for name in names] == [0, 0, 0, 0]
-    plans.make(skewed(experts), table_of(experts))
+    with closing(plans):
+        plans.make(skewed(experts), table_of(experts))
     assert plans.counts is not None
     expected = plans.counts.expected
     assert expected is not None
