@@ -12,7 +12,7 @@ from engine.experts.carrier import Carrier
 from engine.experts.expert_tensors import ExpertTensors
 from engine.experts.host_experts import HostExperts, open_host_experts
 from engine.experts.placements import ExpertPlacements
-from engine.experts.staging import Canary, Staging, box_bytes
+from engine.experts.staging import PIECE_BYTES, Canary, Staging, box_bytes
 from engine.model.spec import ServedModel
 from engine.operations import do_nothing
 from engine.options import EngineOptions, Switch
@@ -62,6 +62,8 @@ def open_moves(
     placements: ExpertPlacements,
     streams: Streams,
     options: EngineOptions | None = None,
+    *,
+    piece_bytes: int = PIECE_BYTES,
 ) -> OpenMoves | None:
     """Allocate the boxes and open the way between the ranks; all ranks call, before steps run.
 
@@ -70,6 +72,7 @@ def open_moves(
         placements: of its experts.
         streams: of this rank.
         options: of its engine; None for no copies in host memory.
+        piece_bytes: of an expert that move beside one step, at most.
 
     Returns:
         None for a model without experts.
@@ -83,7 +86,7 @@ def open_moves(
     group = model.groups.ep_group
     opened = open_nvlink_carrier(group, streams.device, box_bytes(layers))
     carrier, inbox = (None, None) if opened is None else opened
-    staging = Staging(layers, streams, inbox=inbox)
+    staging = Staging(layers, streams, inbox=inbox, piece_bytes=piece_bytes)
     _rehearse(staging, placements, group, carrier)
     host = open_host_experts(
         layers,

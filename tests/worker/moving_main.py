@@ -51,6 +51,8 @@ from worker.expert_carrier import TransportCarrier
 
 NUM_EXPERTS, NUM_TOKENS = 8, 24
 FAULTS = "drop=0.03,fail=0.04,partial=0.04,late=0.04@0.3,delay=0.1@0.02,seed=4"
+PIECE_BYTES = 10_000
+"""Three pieces of an expert."""
 HOST_BYTES = {"host": 1_000_000, "half": 300_000}
 """An expert takes 25 KB, and a layer 197 KB."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
@@ -118,7 +120,9 @@ class Rank:
 
     def _move(self, placements: ExpertPlacements, epoch: int) -> None:
         streams = Streams(torch.device("cpu"))
-        moves = open_moves(self.model, placements, streams, options_of(self.mode))
+        moves = open_moves(
+            self.model, placements, streams, options_of(self.mode), piece_bytes=PIECE_BYTES
+        )
         assert moves is not None
         self.side = SideThread("moves")
         names = [peer_name("decode-0", epoch, rank) for rank in range(self.groups.dims.dp)]
