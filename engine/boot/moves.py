@@ -79,6 +79,7 @@ def open_moves(
 
     Raises:
         ConfigError: hosts have not the memory for as many copies as are asked for.
+        InternalError: the way between the ranks does not bring an expert as it is.
     """
     layers = expert_layers(model)
     if layers is None:
