@@ -88,7 +88,7 @@ def open_moves(
     opened = open_nvlink_carrier(group, streams.device, box_bytes(layers))
     carrier, inbox = (None, None) if opened is None else opened
     staging = Staging(layers, streams, inbox=inbox, piece_bytes=piece_bytes)
-    _rehearse(staging, placements, group, carrier)
+    _try_out(staging, placements, group, carrier)
     host = open_host_experts(
         layers,
         placements.table,
@@ -110,7 +110,7 @@ def open_moves(
     )
 
 
-def _rehearse(
+def _try_out(
     staging: Staging, placements: ExpertPlacements, group: RankGroup, carrier: Carrier | None
 ) -> None:
     """Use everything once, because a device takes milliseconds to load what it uses first.
