@@ -11,6 +11,7 @@ a process that nobody has been before: one that is ``fresh`` is started, not for
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -64,7 +65,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # its server reaped it just now
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """SIGTERM."""
