@@ -129,12 +129,7 @@ class WatchedExperts:
     def attach(
         self, post: Callable[[Callable[[], None]], None], *, runs_ahead: bool = False
     ) -> None:
-        """Begin.
-
-        Args:
-            post: has the loop's thread do something between two steps.
-            runs_ahead: whether a step is launched while the one before it runs.
-        """
+        """Begin; see `bench.engine.steps.LoopExperts`."""
         self._post, self._runs_ahead = post, runs_ahead
         post(lambda: self._follow(self.before))
         if self.moving is not None:
