@@ -82,7 +82,7 @@ class ExpertTensors:
         content = torch.zeros(content_bytes(self), dtype=torch.uint8, device=parts[0].device)
         for place, part in zip(places_of(content, self.sizes), parts, strict=True):
             place.copy_(part)
-        return content, checksum_of(content, row_factors(content))
+        return content, checksum_of(row_sums(content), row_factors(content))
 
 
 def _bytes_of_slots(tensor: Tensor) -> Tensor:
@@ -90,14 +90,14 @@ def _bytes_of_slots(tensor: Tensor) -> Tensor:
     return tensor.detach().view(tensor.shape[0], -1).view(torch.uint8)
 
 
-def checksum_of(content: Tensor, factors: Tensor) -> Tensor:
+def checksum_of(sums: Tensor, factors: Tensor) -> Tensor:
     """Return a checksum, [] int64, which wraps: an expert's is that of its pieces, added up.
 
     Args:
-        content: [bytes] uint8 of a piece, or all.
-        factors: of its rows, among all (`row_factors`).
+        sums: [rows] int64 of a piece, or of all (`row_sums`).
+        factors: of these rows (`row_factors`).
     """
-    return (row_sums(content) * factors).sum()
+    return (sums * factors).sum()
 
 
 def row_sums(content: Tensor) -> Tensor:

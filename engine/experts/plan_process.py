@@ -69,15 +69,14 @@ class PlanProcess:
         connection = self._connection or self._start()
         try:
             connection.send((function, args, kwargs))
-            if not connection.poll(self._timeout_s):
-                raise InternalError(f"a plan took more than {self._timeout_s:g} s")
-            problem, result = connection.recv()
+            told = connection.recv() if connection.poll(self._timeout_s) else None
         except (OSError, EOFError) as error:
             self.close()
             raise InternalError(f"the process of plans ended: {error or 'it died'}") from error
-        except InternalError:
+        if told is None:
             self.close()
-            raise
+            raise InternalError(f"a plan took more than {self._timeout_s:g} s")
+        problem, result = told
         if problem:
             raise InternalError(problem)
         returned: T = result

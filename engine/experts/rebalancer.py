@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -141,8 +141,7 @@ class Rebalancer:
         self._digest = zlib.crc32(repr(placements.table).encode())
         self._ends_at = float("inf")
         self._num_steps, self._backoff = 0, 1
-        self._rounds: Sequence[Round] = ()
-        self._num_begun = 0  # of these
+        self._rounds: Iterator[Round] = iter(())  # to come behind this one
         self._round: Round = ()
         self._due: Round | None = None  # concluded, to be flipped in before the next word
 
@@ -222,7 +221,7 @@ class Rebalancer:
         match self.stage:
             case Stage.PLANNING:
                 self.counts.num_plans += 1
-                self._rounds, self._num_begun = self._planner.take(), 0
+                self._rounds = iter(self._planner.take())
                 self._begin_round()
             case Stage.FREE:
                 self._enter(Stage.SENDING)
@@ -236,9 +235,8 @@ class Rebalancer:
                 self._rest()
 
     def _begin_round(self) -> None:
-        if self._num_begun < len(self._rounds):
-            self._round = self._rounds[self._num_begun]
-            self._num_begun += 1
+        self._round = next(self._rounds, ())
+        if self._round:
             self._enter(Stage.FREE)
             return
         self._backoff = 1
@@ -259,7 +257,7 @@ class Rebalancer:
         self.counts.num_retreats += 1
         reason = self.last_retreat = self._reason or "another rank could not end it"
         self._reason = ""
-        self._rounds = ()
+        self._rounds = iter(())
         self._part.drop()
         if given_up is Stage.RECOVERING:
             self.problem = f"experts do not move any more: {reason}"

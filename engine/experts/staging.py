@@ -89,7 +89,7 @@ class Staging:
         self.num_pieces = len(self._pieces)
         is_cuda = self._device.type == "cuda"
         self._stream = streams.of(StreamUse.EXPERT_COPIES) if is_cuda else None
-        self._factors = row_factors(self._content(self.inbox))
+        self._factors = row_factors(self.inbox[: content_bytes(tensors)])
         # Of every piece: that was packed, and that was checked.
         self._packed_sums, self._checked_sums = torch.zeros(
             2, self.num_pieces, dtype=torch.int64, device=self._device
@@ -119,7 +119,7 @@ class Staging:
                 source = parts[part.tensor][part.start : part.end]
                 box[part.place : part.place + source.nbytes].copy_(source)
                 sums.append(row_sums(source))  # not of the box, which may be another GPU's
-            self._packed_sums[piece] = (torch.cat(sums) * self._factors_of(piece)).sum()
+            self._packed_sums[piece] = checksum_of(torch.cat(sums), self._factors_of(piece))
             if piece == self.num_pieces - 1:
                 self._write_canary(box, canary, self._packed_sums.sum())
             _record(self._packed, self._stream)
@@ -155,8 +155,8 @@ class Staging:
         """
         with self._beside():
             each = self._pieces[piece]
-            content = self.inbox[each.start : each.end]
-            self._checked_sums[piece] = checksum_of(content, self._factors_of(piece))
+            sums = row_sums(self.inbox[each.start : each.end])
+            self._checked_sums[piece] = checksum_of(sums, self._factors_of(piece))
             if piece == self.num_pieces - 1:
                 told = self._canary(self.inbox)
                 (words,) = upload([_words(canary)], self._device)
@@ -206,9 +206,6 @@ class Staging:
         (written,) = upload([np.append(words, np.int64(0))], self._device)
         written[len(words)] = checksum
         told[: len(written)].copy_(written)
-
-    def _content(self, box: Tensor) -> Tensor:
-        return box[: self.nbytes - _CANARY_BYTES]
 
     def _canary(self, box: Tensor) -> Tensor:
         return box[self.nbytes - _CANARY_BYTES :].view(torch.int64)

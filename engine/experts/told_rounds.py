@@ -39,7 +39,7 @@ class ToldRounds(Sequence[Round]):
     @property
     def num_moves(self) -> int:
         """Of all rounds."""
-        return self.encoded.count(b"[") - len(self._lines)
+        return self.encoded.count(b"[") - len(self._lines)  # each move has one, and each round
 
     def __len__(self) -> int:
         return len(self._lines)

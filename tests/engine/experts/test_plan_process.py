@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from deploy.sweep import is_alive, wait_until_gone
 from engine.experts.even_plan import plan_even_rows
 from engine.experts.plan_process import PlanProcess, compute_here
 from engine.experts.windows import LoadWindow
@@ -93,17 +94,6 @@ def test_it_ends_with_the_rank() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         pid = int(rank.stdout.readline())
-        assert _is_alive(pid)
+        assert is_alive(pid)
         rank.kill()
-    deadline = time.monotonic() + 60
-    while _is_alive(pid):
-        assert time.monotonic() < deadline, "it outlives the rank"
-        time.sleep(0.02)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    assert wait_until_gone(pid, 60), "it outlives the rank"
