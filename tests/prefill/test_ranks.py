@@ -1,6 +1,7 @@
 """Rank 0 and a follower in two threads: the same batches, the same pushes, all closures."""
 
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -156,11 +157,17 @@ class Pair:
 
     def until(self, condition: Callable[[], object]) -> None:
         gate = threading.Event()
-        for _ in range(1000):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             if condition():
                 return
             gate.wait(0.005)
         raise AssertionError(f"it never happened: {self.events} {self.failure!r}")
+
+    def until_tickets(self, states: dict[int, str]) -> None:
+        """Wait until both ranks hold exactly these tickets: rank 0 may be ahead of the other."""
+        senders = (self.leader_sender, self.follower_sender)
+        self.until(lambda: all(sender.open_tickets == states for sender in senders))
 
     def count(self, event_type: type[Event]) -> int:
         return sum(isinstance(event, event_type) for event in self.events)
@@ -179,7 +186,7 @@ def test_a_follower_runs_the_same_batches_and_makes_the_same_pushes(max_ahead: i
         pair.loop.submit(AddRequest(make_item(nonce, 7 * nonce)))
     pair.start()
     pair.until(lambda: pair.count(FirstTokenSampled) == 5)
-    pair.until(lambda: "open" not in pair.follower_sender.open_tickets.values())
+    pair.until_tickets(dict.fromkeys(range(1, 6), "finishing"))
     assert pair.follower_sender.pushed == pair.leader_sender.pushed
     assert pair.follower_sender.records == dict.fromkeys(range(1, 6))  # rank 0 sends the record
     for ours, theirs in zip(pair.leader_runner.batches, pair.follower_runner.batches, strict=True):
@@ -205,7 +212,7 @@ def test_a_cancelled_request_keeps_its_blocks_until_the_follower_has_drained(
     pair.start()
     pair.until(lambda: pair.count(FirstTokenSampled) == 1)
     pair.loop.submit(CancelRequest(1, RequestCancelledError("client left")))
-    pair.until(lambda: pair.follower_sender.open_tickets.get(1) == "abandoned")
+    pair.until_tickets({1: "abandoned"})
     pair.leader_sender.close_all()
     pair.until(lambda: pair.count(PartClosed) == 1)
     assert item.request.block_table
@@ -223,6 +230,7 @@ def test_a_step_that_one_rank_cannot_prepare_no_rank_runs(
     where: str, max_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(max_ahead=max_ahead)
+    tickets: dict[int, str] = {}  # rank 0 opens none for a step that it cannot prepare
     if where == "rank 0":
         pair.leader_runner.unprepared = [StepError("no room", has_joined=False)]
         reason = "its step failed: no room"
@@ -230,11 +238,12 @@ def test_a_step_that_one_rank_cannot_prepare_no_rank_runs(
         makers = iter([fail_to_make])
         monkeypatch.setattr(follower, "make_batch", lambda *args: next(makers, make_batch)(*args))
         reason = "its step failed: rank 1 cannot prepare it; its log says why"
+        tickets = {1: "abandoned"}
     pair.loop.submit(AddRequest(make_item(1, 16)))
     pair.loop.submit(AddRequest(make_item(2, 12)))
     pair.start()
     pair.until(lambda: pair.count(FirstTokenSampled) == 1)
-    pair.until(lambda: "open" not in pair.follower_sender.open_tickets.values())
+    pair.until_tickets(tickets | {2: "finishing"})
     pair.leader_sender.close_all()
     pair.follower_sender.close_all()
     pair.until(lambda: pair.count(RequestFinished) == 2)
@@ -258,7 +267,7 @@ def test_more_closures_than_fit_one_row_come_in_several() -> None:
         pair.loop.submit(AddRequest(make_item(nonce, 4)))
     pair.start()
     pair.until(lambda: pair.count(FirstTokenSampled) == 30)
-    pair.until(lambda: "open" not in pair.follower_sender.open_tickets.values())
+    pair.until_tickets(dict.fromkeys(range(1, 31), "finishing"))
     pair.leader_sender.close_all()
     pair.follower_sender.close_all()
     pair.until(lambda: pair.count(RequestFinished) == 30)
