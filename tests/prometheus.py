@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.ports import free_port
-from tests.integration.cluster import wait_until
+from tests.waiting import wait_until
 
 VERSIONS = (2, 3)
 """Of Debian 12 and 13, and of what came after."""
@@ -87,7 +87,7 @@ class Prometheus:
                 stderr=subprocess.STDOUT,
             )
         try:
-            wait_until(self._is_ready, 60, "Prometheus is ready")
+            wait_until(self._is_ready, "Prometheus is ready")
         except BaseException:
             self.__exit__()
             raise AssertionError(log.read_text()) from None

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from deploy.child import Child, tail
 from deploy.plan import ProcessSpec
 from deploy.sweep import find_processes, is_alive, kill_processes, wait_until_gone
 from tests.deploy.fakes import ROOT
+from tests.waiting import wait_until
 
 HANG = "import time; print('here', flush=True); time.sleep(60)"
 
@@ -29,13 +28,6 @@ def spec(folder: Path, code: str, run_id: str = "test-child") -> ProcessSpec:
         cwd=str(folder),
         log_path=str(folder / "logs" / "child.log"),
     )
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
 
 
 def has_ended(child: Child) -> bool:
@@ -59,7 +51,7 @@ def test_lines_come_whole_and_once(tmp_path: Path) -> None:
         exits.append(report.exit_status)
         return report.exit_status is not None
 
-    until(ended)
+    wait_until(ended)
     assert seen == ["one", "two", "three"]
     assert exits[-1] == 4
     assert child.poll().lines == ()
@@ -69,13 +61,13 @@ def test_lines_come_whole_and_once(tmp_path: Path) -> None:
 def test_a_second_life_goes_on_with_the_log(tmp_path: Path) -> None:
     for _ in range(2):
         child = Child(spec(tmp_path, "print('hello')"))
-        until(partial(has_ended, child))
+        wait_until(partial(has_ended, child))
     assert tail(Path(child.spec.log_path), 9) == ["hello", "hello"]
 
 
 def test_a_log_that_somebody_removes_ends_nobody(tmp_path: Path) -> None:
     child = Child(spec(tmp_path, HANG))
-    until(lambda: "here" in child.poll().lines)
+    wait_until(lambda: "here" in child.poll().lines)
     Path(child.spec.log_path).unlink()
     report = child.poll()
     assert (report.exit_status, report.lines) == (None, ())
@@ -87,11 +79,11 @@ def test_kill_reaches_grandchildren(tmp_path: Path) -> None:
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HANG!r}])"
     run_id = f"test-kill-{os.getpid()}"
     child = Child(spec(tmp_path, code, run_id))
-    until(lambda: "here" in child.poll().lines)
+    wait_until(lambda: "here" in child.poll().lines)
     assert len(find_processes(run_id)) == 2
     child.kill()
     assert child.poll().exit_status == -signal.SIGKILL
-    until(lambda: find_processes(run_id) == [])
+    wait_until(lambda: find_processes(run_id) == [])
 
 
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
@@ -132,7 +124,7 @@ def test_a_sweep_kills_only_what_bears_the_mark(tmp_path: Path) -> None:
         folder.mkdir()
     marked = [Child(spec(folder, HANG, run_id)) for folder in folders]
     other = Child(spec(tmp_path, HANG, run_id + "-other"))
-    until(lambda: len(find_processes(run_id)) == 2)
+    wait_until(lambda: len(find_processes(run_id)) == 2)
     assert kill_processes(run_id) == 2
     assert [child.poll().exit_status for child in marked] == [-signal.SIGKILL] * 2
     assert other.poll().exit_status is None

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from deploy.plan import Role
 from deploy.state import Phase, ProcessState
 from deploy.sweep import find_processes
 from tests.deploy.fakes import LocalLauncher, fake_config, fake_context
+from tests.waiting import until
 
 
 class Run:
@@ -64,12 +65,6 @@ class Run:
         finally:
             self.controller.request_stop()
             await task
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 async def test_a_cluster_starts_and_leaves_nothing(tmp_path: Path) -> None:
@@ -170,7 +165,7 @@ async def test_an_instance_that_others_stop_may_finish_and_comes_back_at_once(
             before = dict(run.processes)
             for rank in (0, 1):
                 os.kill(before[f"decode-0/{rank}"].pid, signal.SIGTERM)
-            await until(lambda before=before: _is_back(run, before, "decode-0"), 60)
+            await until(lambda before=before: _is_back(run, before, "decode-0"))
             log = Path(run.processes["decode-0/1"].log_path).read_text()
             assert log.count("answered all") == count, "it was not killed"
         pauses = [line for line in caplog.messages if "ended with status 0" in line]

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from deploy.sweep import find_processes, is_alive, ray_folder
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 from tests.deploy.fakes import ROOT, fake_config
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -57,15 +57,8 @@ class FakeRun:
         return state
 
     def wait_ready(self) -> None:
-        until(lambda: "ready\n" in self.output.read_text() or self.process.poll() is not None)
+        wait_until(lambda: "ready\n" in self.output.read_text() or self.process.poll() is not None)
         assert self.process.poll() is None, self.output.read_text()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -125,7 +118,7 @@ def test_nothing_survives_a_killed_controller(
         run.process.kill()
         run.process.wait()
         pids = [process.pid for process in state.processes]
-        until(lambda: not any(is_alive(pid) for pid in pids))
+        wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
         assert tandem(["status", "--config", str(run.config_path)]) == 1
         assert "'fake' is not running" in capsys.readouterr().err
@@ -147,9 +140,9 @@ def test_a_cluster_outlives_its_controller_and_the_next_one_takes_it_over(
             assert all(is_alive(pid) for pid in pids.values()), run.output.read_text()
             run.start()
             run.wait_ready()
-            until(lambda: run.output.read_text().count("took over") == len(pids))
+            wait_until(lambda: run.output.read_text().count("took over") == len(pids))
             assert {p.name: p.pid for p in run.state().processes} == pids
-            until(lambda: all(p.phase is Phase.READY for p in run.state().processes))
+            wait_until(lambda: all(p.phase is Phase.READY for p in run.state().processes))
             assert run.state().run_id == before.run_id
             assert run.state().started == before.started
         # What dies while nobody looks comes back with the next controller.
@@ -158,13 +151,13 @@ def test_a_cluster_outlives_its_controller_and_the_next_one_takes_it_over(
         os.kill(pids["decode-0"], signal.SIGKILL)
         run.start()
         run.wait_ready()
-        until(
+        wait_until(
             lambda: (
                 {p.name: p.pid for p in run.state().processes}["decode-0"]
                 not in (0, pids["decode-0"])
             )
         )
-        until(lambda: all(p.phase is Phase.READY for p in run.state().processes))
+        wait_until(lambda: all(p.phase is Phase.READY for p in run.state().processes))
         assert {p.name: p.num_restarts for p in run.state().processes}["decode-0"] == 1
 
         assert tandem(["down", "--config", str(run.config_path)]) == 0

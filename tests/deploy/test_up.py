@@ -9,8 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,13 @@ from deploy.state import RunDir, run_dir_of
 from deploy.sweep import find_processes
 from runtime.config_file import load_config
 from tests.deploy.fakes import ROOT
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PROMPT = "def fibonacci(n):"
+
+START_S = 180.0  # a worker starts in a few seconds, beside others' tests in many
 
 
 class Cluster:
@@ -68,13 +70,6 @@ class Cluster:
         state = self.run_dir.read_state()
         assert state is not None
         return state.run_id
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +183,7 @@ def test_generate_goes_on_with_the_prompt(detached: tuple[Cluster, str]) -> None
 
 def test_status_shows_load_and_memory(detached: tuple[Cluster, str]) -> None:
     cluster, _ = detached
-    until(lambda: cluster.process("decode-0")["load"] is not None)
+    wait_until(lambda: cluster.process("decode-0")["load"] is not None, timeout_s=START_S)
     decode = cluster.process("decode-0")
     assert decode["memory_bytes"] > 50e6
     assert decode["load"]["num_total_blocks"] > 0
@@ -212,8 +207,8 @@ def test_a_killed_decode_worker_comes_back_and_serves(detached: tuple[Cluster, s
     before = cluster.generate()
     pid = cluster.process("decode-0")["pid"]
     os.kill(pid, signal.SIGKILL)
-    until(lambda: cluster.process("decode-0")["pid"] not in (0, pid))
-    until(lambda: cluster.process("decode-0")["phase"] == "ready")
+    wait_until(lambda: cluster.process("decode-0")["pid"] not in (0, pid), timeout_s=START_S)
+    wait_until(lambda: cluster.process("decode-0")["phase"] == "ready", timeout_s=START_S)
     assert cluster.process("decode-0")["num_restarts"] == 1
     assert cluster.process("prefill-0")["num_restarts"] == 0
     assert cluster.generate() == before
@@ -224,8 +219,13 @@ def kill_one_rank_of_two(cluster: Cluster) -> None:
     names = ("decode-0/0", "decode-0/1")
     pids = {cluster.process(name)["pid"] for name in names}
     os.kill(cluster.process(names[1])["pid"], signal.SIGKILL)
-    until(lambda: all(cluster.process(name)["pid"] not in (0, *pids) for name in names))
-    until(lambda: all(cluster.process(name)["phase"] == "ready" for name in names))
+    wait_until(
+        lambda: all(cluster.process(name)["pid"] not in (0, *pids) for name in names),
+        timeout_s=START_S,
+    )
+    wait_until(
+        lambda: all(cluster.process(name)["phase"] == "ready" for name in names), timeout_s=START_S
+    )
     assert [cluster.process(name)["num_restarts"] for name in names] == [1, 1]
 
 
@@ -241,7 +241,10 @@ def test_parallel_ranks_come_back_together_and_ctrl_c_leaves_nothing(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            until(lambda: "Ctrl-C" in (tmp_path / "output").read_text() or up.poll() is not None)
+            wait_until(
+                lambda: "Ctrl-C" in (tmp_path / "output").read_text() or up.poll() is not None,
+                timeout_s=START_S,
+            )
             assert up.poll() is None, (tmp_path / "output").read_text()
             run_id = cluster.run_id
             assert cluster.generate() == expected

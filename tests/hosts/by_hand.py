@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.hosts.cluster import until
 from tests.hosts.hosts import ROOT, Hosts
+from tests.waiting import wait_until
 
 START_S = 240.0
 _ENVIRONMENT = {"TANDEM_SECRET": "a secret of tests", "OMP_NUM_THREADS": "1"}
@@ -31,7 +31,7 @@ class Command:
 
     def ended(self, timeout_s: float) -> int:
         """Its exit status, once it has ended."""
-        until(lambda: self.process.poll() is not None, timeout_s, f"it ends:\n{self.said()}")
+        wait_until(lambda: self.process.poll() is not None, f"it ends:\n{self.said()}", timeout_s)
         return int(self.process.returncode)
 
     def signal(self, number: int) -> None:
@@ -82,7 +82,9 @@ class ByHand:
     def wait_ready(self, *hosts: str) -> None:
         """Until routers send requests to every rank of ``hosts``."""
         for host in hosts:
-            until(lambda host=host: self._is_ready(host), START_S, f"{host} serves:\n{self.said()}")
+            wait_until(
+                lambda host=host: self._is_ready(host), f"{host} serves:\n{self.said()}", START_S
+            )
 
     def said(self) -> str:
         """The end of what everybody wrote."""

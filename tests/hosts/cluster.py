@@ -7,14 +7,14 @@ import json
 import shutil
 import ssl
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.hosts.hosts import Hosts
+from tests.waiting import wait_until
 
 RAY_PORT = 6379
 NUM_TRIES = 3
@@ -30,15 +30,6 @@ RAY_ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "TANDEM_SECRET": "",
 }
-
-
-def until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Wait for ``condition``; the seconds that it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.1)
-    return time.monotonic() - began
 
 
 @contextlib.contextmanager
@@ -183,7 +174,7 @@ class HostedCluster:
 
     def wait_idle(self) -> None:
         """Wait until no request is anywhere and all pools are whole."""
-        until(lambda: not self.busy(), 90, "every pool is back to zero")
+        wait_until(lambda: not self.busy(), "every pool is back to zero", 90)
 
     def clean_up(self) -> None:
         """Remove what Ray left on the disk."""

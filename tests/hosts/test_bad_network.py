@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from deploy.sweep import is_alive
-from tests.hosts.cluster import HostedCluster, serving, until
+from tests.hosts.cluster import HostedCluster, serving
 from tests.hosts.hosts import Hosts, why_no_hosts
 from tests.hosts.load import Expected, Load
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -52,7 +53,7 @@ def test_slow_links_that_lose_packets_lose_no_request(
     for host in "bc":
         cluster.hosts.impair(host, delay_s=delay_s, loss=loss)
     with Load(cluster.base_url, expected) as load:
-        until(lambda: len(load.answered_at) >= 20, 240, "requests are answered")
+        wait_until(lambda: len(load.answered_at) >= 20, "requests are answered", 240)
     for host in "bc":
         cluster.hosts.mend(host)
     assert load.failures == []
@@ -66,16 +67,15 @@ def test_a_killed_controller_is_followed_by_another_and_no_stream_notices(
 ) -> None:
     pids, state = pids_of(cluster), cluster.state()
     with Load(cluster.base_url, expected) as load:
-        until(lambda: len(load.answered_at) >= 1, 60, "a request is answered")
+        wait_until(lambda: len(load.answered_at) >= 1, "a request is answered")
         os.kill(state["pid"], number)
-        until(lambda: not is_alive(state["pid"]), 60, "the controller has ended")
+        wait_until(lambda: not is_alive(state["pid"]), "the controller has ended")
         gone = time.monotonic()
-        until(lambda: load.num_answered_since(gone) >= 2, 60, "it serves without a controller")
+        wait_until(lambda: load.num_answered_since(gone) >= 2, "it serves without a controller")
         cluster.up()
-        until(lambda: cluster.controller_log().count("took over") == 3, 60, "it is taken over")
-        until(
+        wait_until(lambda: cluster.controller_log().count("took over") == 3, "it is taken over")
+        wait_until(
             lambda: all(one["phase"] == "ready" for one in cluster.processes().values()),
-            60,
             "the state is right",
         )
     assert load.failures == []
@@ -88,10 +88,10 @@ def test_a_killed_controller_is_followed_by_another_and_no_stream_notices(
 def test_what_outlived_its_controller_is_ended_on_all_hosts(cluster: HostedCluster) -> None:
     pids, state = pids_of(cluster), cluster.state()
     os.kill(state["pid"], signal.SIGKILL)
-    until(lambda: not is_alive(state["pid"]), 60, "the controller has ended")
+    wait_until(lambda: not is_alive(state["pid"]), "the controller has ended")
     cluster.down()
     for pid in pids.values():
-        until(lambda pid=pid: not is_alive(pid), 30, f"process {pid} has ended")
+        wait_until(lambda pid=pid: not is_alive(pid), f"process {pid} has ended", 30)
     cluster.up()  # its room is free again
     assert set(pids_of(cluster)) == set(pids)
 
@@ -112,7 +112,7 @@ def test_a_ray_that_goes_away_is_told_with_the_fix(cluster: HostedCluster) -> No
     state = cluster.state()
     for pid in head_daemons(cluster):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not is_alive(state["pid"]), 120, "the controller ends")
+    wait_until(lambda: not is_alive(state["pid"]), "the controller ends", 120)
     assert "has not answered for" in cluster.controller_log()
     assert "start Ray again, then `tandem up`" in cluster.state()["error"]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.hosts.by_hand import ByHand, Command
-from tests.hosts.cluster import until
 from tests.hosts.hosts import Hosts, why_no_hosts
 from tests.hosts.load import Expected, Load
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -72,7 +72,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 def some_more(load: Load, count: int = 2) -> None:
     since = time.monotonic()
-    until(lambda: load.num_answered_since(since) >= count, 120, "requests are answered")
+    wait_until(lambda: load.num_answered_since(since) >= count, "requests are answered", 120)
 
 
 def test_a_worker_of_two_hosts_answers_with_the_oracle_s_text(
@@ -120,7 +120,7 @@ def test_a_host_that_comes_late_is_waited_for(story: Story, expected: Expected) 
         story.by_hand.hosts.end_processes(host)
     story.start_decode("b")
     waits = "waits for the other ranks"
-    until(lambda: waits in story.decode["b"].said(), 60, "it says what it waits for")
+    wait_until(lambda: waits in story.decode["b"].said(), "it says what it waits for")
     story.start_decode("c")
     story.by_hand.wait_ready("b", "c")
     with Load(story.by_hand.base_url, expected) as load:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from deploy.sweep import is_alive
-from tests.hosts.cluster import HostedCluster, serving, until
+from tests.hosts.cluster import HostedCluster, serving
 from tests.hosts.hosts import Hosts, why_no_hosts
 from tests.hosts.load import Expected, Load
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -63,9 +64,9 @@ def wait_served(cluster: HostedCluster, load: Load, since: float, what: str) -> 
     def is_ready() -> bool:
         return all(one["phase"] == "ready" for one in cluster.processes().values())
 
-    until(is_ready, 120, f"{what}: every process is ready")
+    wait_until(is_ready, f"{what}: every process is ready", 120)
     ready = time.monotonic()
-    until(lambda: load.num_answered_since(ready) > 0, 60, f"{what}: a request is answered")
+    wait_until(lambda: load.num_answered_since(ready) > 0, f"{what}: a request is answered")
     return load.answered_at[-1] - since
 
 
@@ -75,7 +76,7 @@ def test_the_path_goes_over_four_hosts(cluster: HostedCluster, expected: Expecte
     assert hosts["prefill-0/0"] == hosts["prefill-0/1"] == "b"
     assert {hosts["decode-0/0"], hosts["decode-0/1"]} == {"c", "d"}
     with Load(cluster.base_url, expected) as load:
-        until(lambda: len(load.answered_at) >= 4, 60, "requests are answered")
+        wait_until(lambda: len(load.answered_at) >= 4, "requests are answered")
     assert load.failures == []
     status = cluster.status()
     assert status is not None
@@ -88,7 +89,7 @@ def test_a_host_that_is_cut_off_for_a_moment_loses_nothing(
     cluster: HostedCluster, expected: Expected
 ) -> None:
     with Load(cluster.base_url, expected) as load:
-        until(lambda: len(load.answered_at) >= 1, 60, "a request is answered")
+        wait_until(lambda: len(load.answered_at) >= 1, "a request is answered")
         pids = {name: one["pid"] for name, one in cluster.processes().items()}
         cluster.hosts.cut("b")
         time.sleep(2.0)
@@ -104,11 +105,11 @@ def test_instances_of_a_lost_host_run_elsewhere_and_requests_go_on(
 ) -> None:
     cluster.start_ray("e", 1)
     with Load(cluster.base_url, expected) as load:
-        until(lambda: len(load.answered_at) >= 1, 60, "a request is answered")
+        wait_until(lambda: len(load.answered_at) >= 1, "a request is answered")
         began = time.monotonic()
         cluster.hosts.kill("c")
-        until(
-            lambda: cluster.processes()["decode-0/0"]["num_restarts"] >= 1, 60, "the loss is seen"
+        wait_until(
+            lambda: cluster.processes()["decode-0/0"]["num_restarts"] >= 1, "the loss is seen"
         )
         seen_s = time.monotonic() - began
         served_s = wait_served(cluster, load, began, "after a lost host")
@@ -125,11 +126,10 @@ def test_without_room_status_says_so_until_a_host_comes_back(
     cluster: HostedCluster, expected: Expected
 ) -> None:
     with Load(cluster.base_url, expected) as load:
-        until(lambda: len(load.answered_at) >= 1, 60, "a request is answered")
+        wait_until(lambda: len(load.answered_at) >= 1, "a request is answered")
         cluster.hosts.kill("e")
-        until(
+        wait_until(
             lambda: "no room: it asks for 2 times a host with 1 CPU" in stage_of(cluster),
-            60,
             "it says what is lacking",
         )
         assert cluster.hosts["e"].address not in stage_of(cluster)
@@ -151,7 +151,7 @@ def test_down_leaves_nothing_on_any_host(cluster: HostedCluster) -> None:
     assert {path.name for path in folder.iterdir()} >= {cluster.hosts["b"].address}
     cluster.down()
     for pid in pids:
-        until(lambda pid=pid: not is_alive(pid), 30, f"process {pid} has ended")
+        wait_until(lambda pid=pid: not is_alive(pid), f"process {pid} has ended", 30)
     own = [folder / cluster.hosts[name].address for name in "abd"]  # c and e died in between
     left = [path for one in own for path in one.rglob("*") if path.suffix in (".toml", ".pem")]
     assert left == []

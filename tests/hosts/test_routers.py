@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts.cluster import HostedCluster, serving, until
+from tests.hosts.cluster import HostedCluster, serving
 from tests.hosts.hosts import Hosts, why_no_hosts
 from tests.hosts.load import Expected, Load
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -56,7 +57,7 @@ def is_ready(cluster: HostedCluster, name: str, num_restarts: int) -> bool:
 
 def some_more(load: Load) -> None:
     since = time.monotonic()
-    until(lambda: load.num_answered_since(since) >= 2, 60, "requests are answered")
+    wait_until(lambda: load.num_answered_since(since) >= 2, "requests are answered")
 
 
 def test_each_router_serves_at_the_address_of_its_host(
@@ -86,11 +87,11 @@ def test_a_lost_host_takes_its_router_along_and_the_other_serves(
         some_more(load)
         cluster.hosts.kill("b")
         where = f"it belongs on host {cluster.hosts['b'].address}"
-        until(lambda: where in cluster.processes()["router-1"]["stage"], 90, "it says so")
+        wait_until(lambda: where in cluster.processes()["router-1"]["stage"], "it says so", 90)
         some_more(load)
         cluster.hosts.rejoin("b")
         cluster.start_ray("b", 0)
-        until(lambda: is_ready(cluster, "router-1", 1), 120, "the router is back")
+        wait_until(lambda: is_ready(cluster, "router-1", 1), "the router is back", 120)
         some_more(load)
     assert load.failures == []
     with Load(url_of(cluster, "b"), expected) as load:
@@ -102,7 +103,7 @@ def test_the_first_router_may_go_too(cluster: HostedCluster, expected: Expected)
     with Load(url_of(cluster, "b"), expected) as load:
         some_more(load)
         os.kill(cluster.processes()["router"]["pid"], signal.SIGKILL)
-        until(lambda: is_ready(cluster, "router", 1), 60, "the router is back")
+        wait_until(lambda: is_ready(cluster, "router", 1), "the router is back")
         some_more(load)
     assert load.failures == []
 
@@ -122,5 +123,5 @@ def test_a_later_controller_finds_routers_where_they_are(
     assert pids == {name: one["pid"] for name, one in before.items()}
     os.kill(pids["router-1"], signal.SIGKILL)
     restarts = before["router-1"]["num_restarts"] + 1
-    until(lambda: is_ready(cluster, "router-1", restarts), 60, "the router is back")
+    wait_until(lambda: is_ready(cluster, "router-1", restarts), "the router is back")
     assert cluster.processes()["router-1"]["host"] == cluster.hosts["b"].address

@@ -19,9 +19,10 @@ import pytest
 from deploy.cli import main
 from deploy.sweep import is_alive
 from tests.hosts.by_hand import ByHand
-from tests.hosts.cluster import HostedCluster, serving, until
+from tests.hosts.cluster import HostedCluster, serving
 from tests.hosts.hosts import Hosts, why_no_hosts
 from tests.hosts.load import Expected, Load
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -62,7 +63,7 @@ def folders_of(cluster: HostedCluster) -> dict[str, Path]:
 
 def test_every_process_has_a_key_of_its_own(cluster: HostedCluster, expected: Expected) -> None:
     with Load(cluster.base_url, expected, ca=cluster.ca) as load:
-        until(lambda: len(load.answered_at) >= 4, 60, "requests are answered")
+        wait_until(lambda: len(load.answered_at) >= 4, "requests are answered")
     assert load.failures == []
     folders = folders_of(cluster)
     assert set(folders) == {"router", "prefill-0", "decode-0"}
@@ -94,15 +95,15 @@ def test_a_later_controller_has_certificates_for_what_it_starts(
 ) -> None:
     state, processes = cluster.state(), cluster.processes()
     with Load(cluster.base_url, expected, ca=cluster.ca) as load:
-        until(lambda: len(load.answered_at) >= 1, 60, "a request is answered")
+        wait_until(lambda: len(load.answered_at) >= 1, "a request is answered")
         os.kill(state["pid"], signal.SIGKILL)
-        until(lambda: not is_alive(state["pid"]), 60, "the controller has ended")
+        wait_until(lambda: not is_alive(state["pid"]), "the controller has ended")
         cluster.up()
         before = (folders_of(cluster)["decode-0"] / "key.pem").read_text()
         os.kill(processes["decode-0"]["pid"], signal.SIGKILL)
-        until(lambda: is_back(cluster, "decode-0"), 180, "decode is back")
+        wait_until(lambda: is_back(cluster, "decode-0"), "decode is back", 180)
         since = time.monotonic()
-        until(lambda: load.num_answered_since(since) >= 2, 60, "requests are answered")
+        wait_until(lambda: load.num_answered_since(since) >= 2, "requests are answered")
     assert load.failures == []
     assert (folders_of(cluster)["decode-0"] / "key.pem").read_text() != before
     cluster.wait_idle()
@@ -148,5 +149,5 @@ def test_hosts_serve_with_the_files_of_one_command(tmp_path: Path, expected: Exp
             by_hand.wait_ready("b", "c")
             base_url = by_hand.base_url.replace("http:", "https:")
             with Load(base_url, expected, ca=out / "ca.pem") as load:
-                until(lambda: len(load.answered_at) >= 4, 60, "requests are answered")
+                wait_until(lambda: len(load.answered_at) >= 4, "requests are answered")
             assert load.failures == []

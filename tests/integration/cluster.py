@@ -15,10 +15,9 @@ import os
 import secrets
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,21 +29,13 @@ from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 from runtime.net import Credentials
 from tests.processes.forked import Process, start
+from tests.waiting import wait_until
 
 MARK = "TANDEM_TEST_CLUSTER"
 START_TIMEOUT_S = 300.0
 NO_DRAFTS = 0
 """`decode.num_speculative_tokens` of clusters whose steps, rows or experts' tokens are counted:
 with a checkpoint that has the layer for them a cluster has a draft by default."""
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Poll ``condition``; AssertionError naming ``what`` when the time is over."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(0.05)
 
 
 class Cluster:
@@ -139,7 +130,7 @@ class Cluster:
                 self.start_instance("prefill", index)
             for index in range(self.config.decode.instances):
                 self.start_instance("decode", index)
-            wait_until(self._is_ready, self._start_timeout_s, "the cluster is ready")
+            wait_until(self._is_ready, "the cluster is ready", self._start_timeout_s)
         except BaseException:
             self.kill_all()
             raise
@@ -240,7 +231,7 @@ class Cluster:
             alive = {process.pid for process in self.processes.values()}
             return len(status["workers"]) == count and pids <= alive
 
-        wait_until(registered, timeout_s, f"{count} workers are registered")
+        wait_until(registered, f"{count} workers are registered", timeout_s)
 
     def wait_exit(self, name: str, timeout_s: float = 60.0) -> None:
         """Wait until a process ends by itself, which must not look like success."""
@@ -261,7 +252,7 @@ class Cluster:
 
     def wait_idle(self, timeout_s: float = 60.0) -> None:
         """Wait until no request is anywhere and every pool has all its blocks back."""
-        wait_until(lambda: not self.busy(), timeout_s, "every pool is back to zero")
+        wait_until(lambda: not self.busy(), "every pool is back to zero", timeout_s)
 
     def busy(self) -> list[str]:
         """What is not back to zero, one line each."""

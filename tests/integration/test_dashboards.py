@@ -22,9 +22,10 @@ from runtime.config import (
     TierSection,
 )
 from tests.integration.client import run_all
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.prometheus import VERSIONS, Prometheus, config_of_cluster, find_program, why_missing
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -109,8 +110,8 @@ def servers(
                     lambda server=server: server.has_numbers(
                         "pd_decode_generated_tokens_total > 0"
                     ),
-                    TIMEOUT_S,
                     "requests are in decode",
+                    TIMEOUT_S,
                 )
             for _ in range(MOST_LOSSES):
                 cluster.kill("decode-0/0")
@@ -138,8 +139,8 @@ def wait_scraped(cluster: Cluster, servers: Mapping[int, Prometheus]) -> None:
             lambda server=server: (
                 {(labels["instance"], value) for labels, value in server.query("up")} == living
             ),
-            TIMEOUT_S,
             "every process is scraped",
+            TIMEOUT_S,
         )
 
 
@@ -209,7 +210,7 @@ def wait_for_numbers(prometheus: Prometheus, queries: dict[str, str]) -> None:
         return not left
 
     try:
-        wait_until(all_answered, TIMEOUT_S, "all queries have data")
+        wait_until(all_answered, "all queries have data", TIMEOUT_S)
     except AssertionError:
         raise AssertionError(f"no data: {json.dumps(left, indent=2)}") from None
 
@@ -245,7 +246,7 @@ def test_both_versions_have_the_same_series(servers: Mapping[int, Prometheus]) -
 
     assert len(series(2)) > 1000
     try:
-        wait_until(lambda: not differing(), 60, "the same series")
+        wait_until(lambda: not differing(), "the same series")
     except AssertionError:
         raise AssertionError(json.dumps(differing()[:20], indent=2)) from None
     # Bounds of buckets as Prometheus 3 writes them, so as every query has to.

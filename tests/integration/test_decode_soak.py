@@ -37,10 +37,11 @@ from runtime.config import (
 )
 from runtime.sampling import SamplingParams
 from tests.integration.client import Completion, stream
-from tests.integration.cluster import NO_DRAFTS, Cluster, wait_until
+from tests.integration.cluster import NO_DRAFTS, Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.integration.lagging_decode import BROKEN, BROKEN_AT
 from tests.integration.test_soak import num_open_files
+from tests.waiting import wait_until
 
 FIXED, LAGGING = "tests.integration.fixed_decode", "tests.integration.lagging_decode"
 SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "600"))
@@ -332,8 +333,8 @@ class Holdings:
         cluster.wait_idle(60.0)
         wait_until(
             lambda: cluster.metric("decode-0", "pd_kv_transfer_metadata_slots_in_use") == 0,
-            10.0,
             "metadata slots are free",
+            10.0,
         )
         return cls(
             files=num_open_files(cluster),

@@ -21,10 +21,11 @@ from runtime.config import (
 )
 from runtime.trace import TraceContext
 from tests.integration.client import Completion, stream
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import Cluster
 from tests.integration.collector import Collector, attributes_of
 from tests.integration.conftest import MODEL_DIR
 from tests.integration.test_drain import drain, in_thread
+from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.sdk", reason='pip install -e ".[tracing]"')
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -96,7 +97,7 @@ def spans_of(collector: Collector, client: TraceContext, name: str) -> list[Any]
 
 def check_trace(collector: Collector, client: TraceContext, victim: str, survivor: str) -> None:
     """One root; both attempts below it, told apart by who served them and why the first ended."""
-    wait_until(lambda: bool(spans_of(collector, client, ROOT)), 60, "the router's spans")
+    wait_until(lambda: bool(spans_of(collector, client, ROOT)), "the router's spans")
     (root,) = spans_of(collector, client, ROOT)
     told = attributes_of(root)
     assert told["gen_ai.usage.output_tokens"] == NUM_TOKENS
@@ -118,7 +119,7 @@ def check_trace(collector: Collector, client: TraceContext, victim: str, survivo
     assert not second.status.code
 
     # What prefill computed anew is the prompt and all that the client had.
-    wait_until(lambda: len(spans_of(collector, client, "prefill")) == 2, 60, "prefill's spans")
+    wait_until(lambda: len(spans_of(collector, client, "prefill")) == 2, "prefill's spans")
     prefills = [attributes_of(span) for span in spans_of(collector, client, "prefill")]
     ids = [before["tandem.request_id"], after["tandem.request_id"]]
     assert [told["tandem.request_id"] for told in prefills] == ids
@@ -155,7 +156,7 @@ async def test_a_drained_decode_worker_leaves_both_attempts_in_one_trace(
     await asyncio.to_thread(check_trace, collector, client, victim, other_than(victim))
     (first, _) = spans_of(collector, client, "router.attempt")
     assert first.status.message == "draining"
-    wait_until(lambda: len(spans_of(collector, client, "decode")) == 2, 60, "decode's spans")
+    wait_until(lambda: len(spans_of(collector, client, "decode")) == 2, "decode's spans")
     left, took = spans_of(collector, client, "decode")
     (attempt, last) = spans_of(collector, client, "router.attempt")
     for span, of_router in ((left, attempt), (took, last)):
@@ -181,6 +182,6 @@ async def test_a_killed_decode_worker_says_nothing_and_its_attempt_is_in_the_tra
     await asyncio.to_thread(check_trace, collector, client, victim, other_than(victim))
     (first, _) = spans_of(collector, client, "router.attempt")
     assert first.status.message == "peer_lost"
-    wait_until(lambda: bool(spans_of(collector, client, "decode")), 60, "decode's spans")
+    wait_until(lambda: bool(spans_of(collector, client, "decode")), "decode's spans")
     (only,) = spans_of(collector, client, "decode")
     assert attributes_of(only)["gen_ai.response.finish_reasons"]

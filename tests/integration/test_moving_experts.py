@@ -10,9 +10,10 @@ import pytest
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from tests.integration.client import run_all
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.integration.test_tokens import SEEDED, assert_same, expected_tokens, requests_for
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 MOVING = DecodeSection(
@@ -68,9 +69,7 @@ def test_tokens_stay_while_experts_move(
             assert_same(run_all(cluster.base_url, prompts, params), expected)
         cluster.wait_idle()
         # Ranks without work meet all the same, so a plan is carried out to its end.
-        wait_until(
-            lambda: len(set(_epochs(cluster) + _epochs(cluster))) == 1, 60, "both ranks at rest"
-        )
+        wait_until(lambda: len(set(_epochs(cluster) + _epochs(cluster))) == 1, "both ranks at rest")
         assert _epochs(cluster)[0] > 0
         for counter, least in (("plans", 2), ("rounds", 2), ("moves", 2), ("bytes", 1)):
             metric = f"pd_expert_rebalance_{counter}_total"
@@ -119,7 +118,7 @@ def test_a_plan_that_does_not_pay_by_time_moves_nothing_and_is_told_of(
     with Cluster(config, tmp_path) as cluster:
         assert_same(run_all(cluster.base_url, prompts, requests_for(prompts, SEEDED, 48)), expected)
         told = "pd_expert_rebalance_refused_total"
-        wait_until(lambda: cluster.metric("decode-0", told, rank=0) >= 1, 60, "a refused plan")
+        wait_until(lambda: cluster.metric("decode-0", told, rank=0) >= 1, "a refused plan")
         assert cluster.metric("decode-0", "pd_expert_rebalance_expected_gain", rank=0) >= 0
         assert _epochs(cluster) == [0, 0]
 

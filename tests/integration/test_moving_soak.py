@@ -20,9 +20,9 @@ import pytest
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.config import ClusterConfig, DecodeSection
 from tests.integration.churn import Churn, LinkedCluster
-from tests.integration.cluster import wait_until
 from tests.integration.oracle_load import OracleLoad, make_loads
 from tests.integration.test_churn import churn_config
+from tests.waiting import wait_until
 
 SECONDS = float(os.environ.get("TANDEM_SOAK_SECONDS", "600"))
 NUM_PROMPTS = 24
@@ -106,7 +106,7 @@ def run_moving_soak(
         ) as churn:
             asyncio.run(run_in_turns(kinds, seconds))
         # Whoever was started last has moved experts, too.
-        wait_until(lambda: len(cluster.status()["workers"]) == 2 * num_ranks + 2, 120, "all ranks")
+        wait_until(lambda: len(cluster.status()["workers"]) == 2 * num_ranks + 2, "all ranks", 120)
         asyncio.run(run_in_turns(kinds, 0.0))
         cluster.wait_idle(120.0)
         since_start = counted(cluster)

@@ -22,9 +22,10 @@ from deploy.cli import main as tandem
 from deploy.plan import Role
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.config import ClusterConfig, ClusterSection, RouterSection
-from tests.deploy.control.cluster import ControlledCluster, until
+from tests.deploy.control.cluster import ControlledCluster
 from tests.integration.oracle_load import OracleLoad, make_loads
 from tests.integration.test_drain import NUM_PROMPTS, NUM_STREAMS, NUM_TOKENS, drain_config
+from tests.waiting import wait_until
 
 ENTRYPOINTS = {
     Role.ROUTER: (sys.executable, "-m", "router"),
@@ -105,7 +106,7 @@ def test_no_stream_notices_a_rolling_restart_of_every_worker_and_decode_from_1_t
     streams = load_on(cluster, oracle)
     asyncio.run(operate(streams))
     assert streams.wrong == []
-    until(lambda: busy(cluster) == [], "every pool is back to zero")
+    wait_until(lambda: busy(cluster) == [], "every pool is back to zero")
     after = cluster.pids()
     assert set(before.values()) & set(after.values()) == {before["router"]}
     assert len(cluster.names("decode")) == 1
@@ -137,4 +138,4 @@ def test_no_stream_notices_an_hour_of_operations(
     streams = load_on(cluster, oracle)
     asyncio.run(operate(streams))
     assert streams.wrong == []
-    until(lambda: busy(cluster) == [], "every pool is back to zero")
+    wait_until(lambda: busy(cluster) == [], "every pool is back to zero")

@@ -29,11 +29,11 @@ from runtime.config.tiers import TierSection
 from runtime.config_file import dump_config
 from runtime.process import dying_with_us
 from tests.deploy.control.cluster import ControlledCluster
-from tests.integration.cluster import wait_until
 from tests.integration.test_drain import drain_config
 from tests.integration.test_operations import ENTRYPOINTS
 from tests.pods.chart import NUM_LANES, Load
 from tests.pods.test_two_releases import ALIAS, SECOND, write_second
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 FIRST = "tandem-python"
@@ -219,7 +219,7 @@ async def operate(
         return asyncio.run(of["ann"].get(f"/ready?model={SECOND}"))[0] == 200
 
     await until_served(of["quota"], 200)  # the last key that was added is known
-    await asyncio.to_thread(wait_until, second_ready, 280, "the second model is ready")
+    await asyncio.to_thread(wait_until, second_ready, "the second model is ready", 280)
     loads = [Load(url, FIRST, drawn["ann"]), Load(url, SECOND, drawn["bob"])]
     quota = Quota(of["quota"])
 

@@ -20,8 +20,9 @@ from runtime.config import (
     PrefillSection,
     RouterSection,
 )
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
+from tests.waiting import wait_until
 
 BLOCK = 64
 NUM_TOKENS = 8
@@ -136,4 +137,4 @@ async def test_every_http_process_has_the_index(tmp_path: Path) -> None:
             async with aiohttp.ClientSession(cluster.base_url) as session:
                 why = await ask_until_found(session, prompt, 4)
                 assert why["prefill_blocks"] >= 4
-        wait_until(lambda: not cluster.busy(), 60, "nothing is under way")
+        wait_until(lambda: not cluster.busy(), "nothing is under way")

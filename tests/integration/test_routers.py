@@ -19,9 +19,10 @@ from runtime.config import (
     RouterSection,
 )
 from tests.integration.client import stream
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.integration.oracle_load import OracleLoad, make_loads
+from tests.waiting import wait_until
 
 NUM_LANES = 4
 NUM_TOKENS = 32
@@ -73,7 +74,7 @@ def test_a_router_that_is_killed_costs_the_others_nothing(
         killed, other = cluster.base_urls
         (steady,) = make_loads([other], oracle, num_prompts=8, num_tokens=NUM_TOKENS)
         whole = 48  # three quarters of the places: four times max_num_seqs
-        wait_until(lambda: limit_at(cluster, other) == whole // 2, 60, "each has its half")
+        wait_until(lambda: limit_at(cluster, other) == whole // 2, "each has its half")
 
         async def disturb() -> list[int]:
             async with steady.under_way(NUM_LANES):
@@ -91,9 +92,9 @@ def test_a_router_that_is_killed_costs_the_others_nothing(
 
         assert asyncio.run(disturb()) == [1] * NUM_LANES
         assert steady.wrong == []
-        wait_until(lambda: limit_at(cluster, other) == whole, 60, "it has all places")
+        wait_until(lambda: limit_at(cluster, other) == whole, "it has all places")
         cluster.start_router(0)
-        wait_until(lambda: limit_at(cluster, killed) == whole // 2, 60, "it is back")
+        wait_until(lambda: limit_at(cluster, killed) == whole // 2, "it is back")
         cluster.wait_workers(2)
         assert asyncio.run(ask_until_answered([killed], steady, 0)) == 0
         cluster.wait_idle()

@@ -33,9 +33,10 @@ from runtime.config import (
 )
 from runtime.sampling import SamplingParams
 from tests.integration.client import Completion, stream
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.kv_transfer.libraries import skip_unless_loaded
+from tests.waiting import wait_until
 
 NUM_DISTINCT = 40
 NUM_TOKENS = 6
@@ -183,7 +184,7 @@ def check_end(
     cluster.wait_workers(sum(section.instances * section.num_endpoints for section in sections))
     cluster.wait_idle(60.0)
     # Copies of late posts are gone a moment after they have landed.
-    wait_until(lambda: registered_bytes(cluster) == registered, 10.0, "registered memory is back")
+    wait_until(lambda: registered_bytes(cluster) == registered, "registered memory is back")
     held = {
         f"{instance} {name}": cluster.metric(instance, name)
         for name in ("pd_decode_quarantined_blocks", "pd_kv_transfer_metadata_slots_in_use")

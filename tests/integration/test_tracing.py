@@ -9,9 +9,10 @@ import pytest
 
 from runtime.config import ClusterConfig, ModelSection, TracingSection
 from runtime.trace import TraceContext
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import Cluster
 from tests.integration.collector import Collector, attributes_of
 from tests.integration.conftest import MODEL_DIR
+from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.sdk", reason='pip install -e ".[tracing]"')
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -52,7 +53,6 @@ async def test_spans_of_all_roles_are_one_trace_and_lie_within_each_other(
     wanted = {"text_completion tandem-python", "prefill", "decode", "router.decode"}
     wait_until(
         lambda: wanted <= {span.name for _, span in collector.of(client.trace_id)},
-        60,
         "the spans of all roles",
     )
     found = collector.of(client.trace_id)
@@ -93,6 +93,6 @@ async def test_who_is_not_sampled_leaves_nothing(cluster: Cluster, collector: Co
     await ask(cluster, {})  # sample_ratio is 0
     sampled = TraceContext.begin(1.0)
     await ask(cluster, {"traceparent": sampled.header})
-    wait_until(lambda: len(collector.of(sampled.trace_id)) >= 15, 60, "the sampled one's spans")
+    wait_until(lambda: len(collector.of(sampled.trace_id)) >= 15, "the sampled one's spans")
     assert not collector.of(client.trace_id)
     assert len(collector.spans) - before == len(collector.of(sampled.trace_id))

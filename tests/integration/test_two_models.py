@@ -23,9 +23,10 @@ from runtime.config_file import dump_config
 from runtime.sampling import SamplingParams
 from tests.engine.tiny_llama import llama_config, write_llama
 from tests.integration.client import run_all
-from tests.integration.cluster import Cluster, wait_until
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.router.conftest import write_model
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 FIRST, SECOND, ALIAS = "tandem-python", "tiny-llama", "small"
@@ -119,7 +120,7 @@ def test_each_answers_for_itself_and_the_end_of_one_is_not_the_other_s(
         assert [card["id"] for card in get(cluster, "/v1/models")[1]["data"]] == [FIRST]
         for role in ROLES:
             start_worker(cluster, second, role, tmp_path)
-        wait_until(lambda: is_ready(SECOND), 300, "the second model is ready")
+        wait_until(lambda: is_ready(SECOND), "the second model is ready", 300)
         cards = get(cluster, "/v1/models")[1]["data"]
         assert [card["id"] for card in cards] == [FIRST, SECOND, ALIAS]
         assert answers(FIRST) == expected[FIRST]
@@ -129,7 +130,7 @@ def test_each_answers_for_itself_and_the_end_of_one_is_not_the_other_s(
         with asking_all_the_time(lambda: answers(FIRST) == expected[FIRST]):
             for role in ROLES:
                 cluster.terminate(f"llama-{role}")
-            wait_until(lambda: not is_ready(SECOND), 60, "the second model is gone")
+            wait_until(lambda: not is_ready(SECOND), "the second model is gone")
             (refused,) = run_all(cluster.base_url, prompts[:1], params_of(ALIAS, 1))
             assert refused.status == 503
             assert is_ready(FIRST)
@@ -140,6 +141,6 @@ def test_each_answers_for_itself_and_the_end_of_one_is_not_the_other_s(
             assert ready == {FIRST: True, SECOND: False}
         for role in ROLES:  # and comes back
             start_worker(cluster, second, role, tmp_path)
-        wait_until(lambda: is_ready(SECOND), 300, "the second model is back")
+        wait_until(lambda: is_ready(SECOND), "the second model is back", 300)
         assert answers(SECOND) == expected[SECOND]
         cluster.wait_idle()

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.kv_transfer.helpers import DecodeSide, PrefillSide, wait_until
+from tests.kv_transfer.helpers import DecodeSide, PrefillSide
+from tests.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)

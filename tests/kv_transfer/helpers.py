@@ -7,7 +7,6 @@ import mmap
 import os
 import queue
 import random
-import time
 from collections.abc import Callable, Sequence
 
 from kv_transfer.layout import KVDtype, KVLayout
@@ -173,11 +172,3 @@ def record_of(ticket: SendTicket, first_token: int = 42) -> MetadataRecord:
 
 def random_ids(count: int, num_blocks: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(num_blocks), count)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    """Poll ``condition`` every few milliseconds; fail the test when it stays false."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition did not come true"
-        time.sleep(0.005)

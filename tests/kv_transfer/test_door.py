@@ -27,7 +27,8 @@ from kv_transfer.transports.paired.engine import (
 )
 from kv_transfer.transports.paired.transport import PairedTransport
 from runtime.errors import ConfigError, StaleTicketError
-from tests.kv_transfer.helpers import HOST, LAYOUT, Pool, wait_until
+from tests.kv_transfer.helpers import HOST, LAYOUT, Pool
+from tests.waiting import wait_until
 
 NUM_STRANGERS = 1100
 PREFIX = b"TDKV\1\0"  # how a hello begins

@@ -18,13 +18,8 @@ from runtime.errors import (
     TransferFailedError,
 )
 from runtime.faults import Fault, FaultKind
-from tests.kv_transfer.helpers import (
-    SLOT_LAYOUT,
-    DecodeSide,
-    PrefillSide,
-    record_of,
-    wait_until,
-)
+from tests.kv_transfer.helpers import SLOT_LAYOUT, DecodeSide, PrefillSide, record_of
+from tests.waiting import wait_until
 
 MakePrefill = Callable[..., PrefillSide]
 LATE_S = 2.0

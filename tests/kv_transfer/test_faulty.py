@@ -14,7 +14,8 @@ from kv_transfer.transports.faulty import FaultyTransport, PlannedPost, inject_f
 from kv_transfer.transports.faulty_posts import first_half
 from runtime.errors import PeerLostError, TransferFailedError
 from runtime.faults import Fault, FaultKind, parse_faults
-from tests.kv_transfer.helpers import HOST, DecodeSide, PrefillSide, record_of, wait_until
+from tests.kv_transfer.helpers import HOST, DecodeSide, PrefillSide, record_of
+from tests.waiting import wait_until
 
 MakePrefill = Callable[..., PrefillSide]
 

@@ -13,7 +13,8 @@ from kv_transfer.transport import peer_name
 from kv_transfer.transports.gate import MAX_FENCED_PEERS
 from kv_transfer.transports.loopback import LoopbackTransport
 from runtime.errors import StaleTicketError
-from tests.kv_transfer.helpers import HOST, DecodeSide, PrefillSide, wait_until
+from tests.kv_transfer.helpers import HOST, DecodeSide, PrefillSide
+from tests.waiting import wait_until
 
 NUM_LIVES = 200
 

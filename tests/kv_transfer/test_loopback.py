@@ -30,7 +30,8 @@ from runtime.errors import (
     TandemError,
     TransferFailedError,
 )
-from tests.kv_transfer.helpers import HOST, LAYOUT, Pool, random_ids, wait_until
+from tests.kv_transfer.helpers import HOST, LAYOUT, Pool, random_ids
+from tests.waiting import wait_until
 
 MakeTransport = Callable[[str], Transport]
 
@@ -235,10 +236,10 @@ def test_garbage_on_the_port_is_dropped_and_others_are_served(pair: Pair) -> Non
 def test_a_closed_peer_fails_its_pending_posts_at_once(pair: Pair) -> None:
     handles = [pair.writer.post(pair.peer, [pair.write(i, i) for i in range(64)]) for _ in "abc"]
     pair.reader.close()
-    wait_until(lambda: not pair.writer.is_connected(pair.peer), 5.0)
+    wait_until(lambda: not pair.writer.is_connected(pair.peer))
     final = (TransferState.DONE, TransferState.FAILED)
     for handle in handles:
-        wait_until(lambda h=handle: pair.writer.poll(h) in final, 5.0)  # type: ignore[misc]
+        wait_until(lambda h=handle: pair.writer.poll(h) in final)  # type: ignore[misc]
         pair.writer.release(handle)
     assert isinstance(pair.run([pair.write(0, 0)]), PeerLostError)
 

@@ -25,16 +25,9 @@ from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.frames import FrameKind, Offer, receive_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
 from runtime.errors import PeerLostError, StaleTicketError, TransferFailedError
-from tests.kv_transfer.helpers import (
-    HOST,
-    LAYOUT,
-    DecodeSide,
-    Pool,
-    PrefillSide,
-    random_ids,
-    wait_until,
-)
+from tests.kv_transfer.helpers import HOST, LAYOUT, DecodeSide, Pool, PrefillSide, random_ids
 from tests.kv_transfer.libraries import LIBRARIES, library, skip_unless_loaded
+from tests.waiting import wait_until
 
 __all__ = ["library"]
 

@@ -13,7 +13,7 @@ from kv_transfer.receiver import Arrival
 from kv_transfer.ticket import SendOutcome
 from kv_transfer.transports import TransportOptions
 from runtime.errors import PeerLostError, TransferFailedError
-from tests.kv_transfer.helpers import DecodeSide, Pool, PrefillSide, random_ids, wait_until
+from tests.kv_transfer.helpers import DecodeSide, Pool, PrefillSide, random_ids
 from tests.kv_transfer.libraries import library
 from tests.kv_transfer.processes import (
     Child,
@@ -25,6 +25,7 @@ from tests.kv_transfer.processes import (
     run_prefill,
 )
 from tests.kv_transfer.test_processes import BIG, NUM_BLOCKS, big_pool, pid_of, start_child
+from tests.waiting import wait_until
 
 __all__ = ["library", "start_child"]
 

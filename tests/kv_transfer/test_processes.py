@@ -15,14 +15,7 @@ from kv_transfer.receiver import Arrival
 from kv_transfer.sender_commands import LaneOptions
 from kv_transfer.ticket import SendOutcome, SendReport
 from runtime.errors import PeerLostError, TransferFailedError
-from tests.kv_transfer.helpers import (
-    TIMEOUT_S,
-    DecodeSide,
-    Pool,
-    PrefillSide,
-    random_ids,
-    wait_until,
-)
+from tests.kv_transfer.helpers import TIMEOUT_S, DecodeSide, Pool, PrefillSide, random_ids
 from tests.kv_transfer.processes import (
     Child,
     DecodeOptions,
@@ -32,6 +25,7 @@ from tests.kv_transfer.processes import (
     run_decode,
     run_prefill,
 )
+from tests.waiting import wait_until
 
 # One block of the real model: 61 layers of 64 tokens.
 BIG = KVLayout(dtype=KVDtype.BFLOAT16, block_size=64, num_layers=61, head_width=576)

@@ -6,7 +6,8 @@ import pytest
 
 from kv_transfer.metadata import MetadataRecord, encode_flag, encode_record
 from runtime.errors import OverloadedError, TransferFailedError
-from tests.kv_transfer.helpers import SLOT_LAYOUT, DecodeSide, wait_until
+from tests.kv_transfer.helpers import SLOT_LAYOUT, DecodeSide
+from tests.waiting import wait_until
 
 
 def write_flag(decode: DecodeSide, slot: int, part: int, nonce: int = 7) -> None:

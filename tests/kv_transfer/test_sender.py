@@ -30,8 +30,8 @@ from tests.kv_transfer.helpers import (
     PrefillSide,
     random_ids,
     record_of,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 MakePrefill = Callable[..., PrefillSide]
 FLAG_BYTES = SLOT_LAYOUT.flag_bytes

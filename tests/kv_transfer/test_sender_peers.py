@@ -16,8 +16,9 @@ from kv_transfer.transport import PeerHandle, Transport
 from kv_transfer.transports.faulty import FaultyTransport, PlannedPost
 from runtime.errors import PeerLostError, TransferFailedError
 from runtime.faults import Fault, FaultKind
-from tests.kv_transfer.helpers import LAYOUT, DecodeSide, Pool, PrefillSide, wait_until
+from tests.kv_transfer.helpers import LAYOUT, DecodeSide, Pool, PrefillSide
 from tests.kv_transfer.processes import Child, DecodeOptions, peer_of, reserve_at, run_decode
+from tests.waiting import wait_until
 
 MakePrefill = Callable[..., PrefillSide]
 STUCK_EPOCH = 0xD2

@@ -22,8 +22,9 @@ from kv_transfer.transports import TlsContexts, TransportOptions, create_transpo
 from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint
 from kv_transfer.transports.tls import TlsSocket
 from runtime.errors import PeerLostError
-from tests.kv_transfer.helpers import HOST, LAYOUT, DecodeSide, Pool, PrefillSide, wait_until
+from tests.kv_transfer.helpers import HOST, LAYOUT, DecodeSide, Pool, PrefillSide
 from tests.kv_transfer.libraries import LIBRARIES, skip_unless_loaded
+from tests.waiting import wait_until
 
 MakeTransport = Callable[..., Transport]
 BIG = replace(LAYOUT, block_size=2048)

@@ -12,7 +12,8 @@ import pytest
 from tests.pods.cluster import PodCluster
 from tests.pods.manifests import Manifests
 from tests.pods.network import why_not
-from tests.pods.test_pods import READY, SERVE, container, template, until
+from tests.pods.test_pods import READY, SERVE, container, template
+from tests.waiting import wait_until
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "can be run")
@@ -75,7 +76,7 @@ def test_pods_of_a_group_are_told_which_they_are(web: PodCluster) -> None:
 def test_a_group_is_made_anew_where_a_container_of_it_dies(web: PodCluster) -> None:
     before = uids(web)
     web.signal(web.pods_of("web")[1], signal.SIGKILL)
-    until(lambda: web.num_recreated("web") == 1, "it is seen")
+    wait_until(lambda: web.num_recreated("web") == 1, "it is seen")
     web.wait_ready(60)
     after = uids(web)
     assert after.keys() == before.keys()
@@ -86,7 +87,7 @@ def test_a_group_is_made_anew_where_a_container_of_it_dies(web: PodCluster) -> N
 def test_a_group_is_made_anew_where_a_pod_of_it_goes(web: PodCluster) -> None:
     before, count = uids(web), web.num_recreated("web")
     web.delete_pod("web-0-2")
-    until(lambda: web.num_recreated("web") == count + 1, "it is seen")
+    wait_until(lambda: web.num_recreated("web") == count + 1, "it is seen")
     web.wait_ready(60)
     assert not set(uids(web).values()) & set(before.values())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from tests.pods.cluster import PodCluster
 from tests.pods.manifests import Manifests
 from tests.pods.network import why_not
+from tests.waiting import wait_until
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "can be run")
@@ -76,13 +76,6 @@ def once(name: str, script: str) -> dict[str, Any]:
         "kind": "Pod",
         "metadata": {"name": name, "annotations": {"helm.sh/hook": "test"}},
     }
-
-
-def until(condition: Any, what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 READY = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 0.1}
@@ -173,7 +166,7 @@ def test_a_container_that_is_not_well_is_started_again(tmp_path: Path) -> None:
         cluster.wait_ready(60)
         (pod,) = cluster.pods_of("sick")
         (pod.volumes["tmp"] / "well").unlink()
-        until(lambda: pod.states[0].num_restarts == 1, "it is started again")
+        wait_until(lambda: pod.states[0].num_restarts == 1, "it is started again")
         assert any("liveness probe" in event for event in pod.events)
         cluster.wait_ready(60)
 
@@ -191,7 +184,7 @@ def test_a_pod_has_its_hook_and_its_grace_and_no_more(tmp_path: Path) -> None:
         cluster.wait_ready(60)
         for app in ("polite", "deaf"):
             (pod,) = cluster.pods_of(app)
-            until(lambda pod=pod: "up" in pod.log(), "its trap is set")
+            wait_until(lambda pod=pod: "up" in pod.log(), "its trap is set")
         (pod,) = cluster.pods_of("polite")
         cluster.delete_pod("polite-0")
         assert pod.log().split() == ["up", "hook", "told"]

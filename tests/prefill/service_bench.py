@@ -106,12 +106,6 @@ class ServiceBench:
         response = await self.stub.Run(self.request(nonce, num_tokens, **changes), timeout=240)
         return getattr(response, response.WhichOneof("result"))
 
-    async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until `condition` holds."""
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.005)
-
     async def drain_senders(self) -> None:
         """Complete what the senders have in flight, until no call is left."""
         async with asyncio.timeout(60):

@@ -12,6 +12,7 @@ from runtime.pb import common_pb2, prefill_pb2
 from tests.prefill.fakes import FIRST_TOKEN
 from tests.prefill.service_bench import Gate, ServiceBench, code_of, message_of, revoke
 from tests.prefill.service_bench import service_bench as serve_bench
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ async def bench() -> AsyncIterator[ServiceBench]:
 
 async def claimed(bench: ServiceBench, num_claims: int = 1) -> None:
     """Wait until decode was asked so often."""
-    await bench.until(lambda: len(bench.decode.claims) >= num_claims)
+    await until(lambda: len(bench.decode.claims) >= num_claims)
 
 
 async def test_an_idle_worker_asks_at_once_and_computes_when_there_is_room(
@@ -44,8 +45,8 @@ async def test_what_only_queues_here_has_no_place_in_decode() -> None:
     async with serve_bench(num_blocks=100) as bench:
         bench.runner.before_step = gate = Gate()
         calls = [asyncio.create_task(bench.run(nonce)) for nonce in range(1, 41)]
-        await bench.until(gate.reached.is_set)
-        await bench.until(lambda: len(bench.runs) == 40)
+        await until(gate.reached.is_set)
+        await until(lambda: len(bench.runs) == 40)
         assert len(bench.decode.claims) <= 8, "four of a step and four ahead of it"
         gate.opened.set()
         answers = await asyncio.gather(*calls)
@@ -108,8 +109,8 @@ async def test_cancelling_the_call_cancels_the_claim(bench: ServiceBench) -> Non
     call = bench.stub.Run(bench.request(1))
     await claimed(bench)
     call.cancel()
-    await bench.until(lambda: bench.decode.num_cancelled_claims)
-    await bench.until(lambda: bench.decode.closures)
+    await until(lambda: bench.decode.num_cancelled_claims)
+    await until(lambda: bench.decode.closures)
     assert bench.outcomes() == [(1, "ABANDONED")]
     bench.assert_empty()
 
@@ -121,7 +122,7 @@ async def test_a_ticket_that_comes_after_the_cancel_is_closed_unwritten(
     call = bench.stub.Run(bench.request(1))
     await claimed(bench)
     call.cancel()
-    await bench.until(lambda: bench.decode.closures)
+    await until(lambda: bench.decode.closures)
     bench.decode.answer_gate.set()
     (part,) = bench.decode.parts_of(1)
     assert part.drained
@@ -146,7 +147,7 @@ async def test_a_ticket_is_renewed_until_its_prompt_is_computed(bench: ServiceBe
     bench.decode.transfer_timeout_s = 0.1
     bench.runner.before_step = gate = Gate()
     call = asyncio.create_task(bench.run(1))
-    await bench.until(lambda: len(bench.decode.renewals) >= 2)
+    await until(lambda: len(bench.decode.renewals) >= 2)
     assert all(list(renewal.nonces) == [1] for renewal in bench.decode.renewals)
     gate.opened.set()
     assert isinstance(await call, prefill_pb2.FirstToken)
@@ -161,9 +162,9 @@ async def test_a_request_whose_ticket_decode_has_given_up_ends() -> None:
         bench.decode.transfer_timeout_s = 0.1
         bench.runner.before_step = gate = Gate()
         call = asyncio.create_task(bench.run(1, 60))
-        await bench.until(lambda: bench.sender.open_tickets)
+        await until(lambda: bench.sender.open_tickets)
         del bench.decode.places[1]
-        await bench.until(lambda: bench.given_up == [1])
+        await until(lambda: bench.given_up == [1])
         gate.opened.set()
         assert code_of(await call) == "STALE_TICKET"
         assert "given up" in message_of(await call)
@@ -202,7 +203,7 @@ async def test_a_queue_longer_than_a_transfer_may_take_fails_nobody() -> None:
         tickets = TicketAges(bench)
         bench.runner.before_step = tickets.before_step
         calls = [asyncio.create_task(bench.run(nonce, timeout_s=240.0)) for nonce in range(1, 151)]
-        await bench.until(lambda: len(bench.runs) == 150)
+        await until(lambda: len(bench.runs) == 150)
         tickets.all_here.set()
         async with asyncio.timeout(240):
             while not all(call.done() for call in calls):
@@ -221,10 +222,10 @@ async def test_draining_gives_back_what_has_no_ticket_and_finishes_the_rest(
 ) -> None:
     bench.runner.before_step = gate = Gate()
     running = asyncio.create_task(bench.run(1))
-    await bench.until(gate.reached.is_set)
+    await until(gate.reached.is_set)
     bench.decode.claim_gate = asyncio.Event()
     queued = [asyncio.create_task(bench.run(nonce)) for nonce in range(2, 12)]
-    await bench.until(lambda: len(bench.runs) == 11)
+    await until(lambda: len(bench.runs) == 11)
     gate.opened.set()
     assert isinstance(await running, prefill_pb2.FirstToken)
     await claimed(bench, 5)
@@ -244,7 +245,7 @@ async def test_a_drain_whose_time_is_over_gives_back_all_without_a_first_token()
     async with serve_bench(max_num_batched_tokens=4) as bench:
         bench.runner.before_step = gate = Gate()
         call = asyncio.create_task(bench.run(1, 40))
-        await bench.until(gate.reached.is_set)
+        await until(gate.reached.is_set)
         long = asyncio.ensure_future(drain_within(bench, 60.0, timeout_s=60.0))
         left = await drain_within(bench, 0.0, timeout_s=2.0)
         assert left.num_requests_left == 1, "the shorter time counts"

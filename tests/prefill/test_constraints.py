@@ -12,6 +12,7 @@ from runtime.pb import common_pb2, prefill_pb2
 from tests.engine.constraint.fakes import FakeCompiler
 from tests.prefill.fakes import FIRST_TOKEN
 from tests.prefill.service_bench import SAMPLING, ServiceBench, code_of, message_of, service_bench
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ async def test_a_request_waits_for_its_grammar_and_others_do_not(
     bench: ServiceBench, compiler: FakeCompiler
 ) -> None:
     slow = asyncio.ensure_future(bench.run(1, sampling=constrained(f"slow {FIRST_TOKEN} 8")))
-    await bench.until(lambda: compiler.compiled)
+    await until(lambda: compiler.compiled)
     assert isinstance(await bench.run(2), prefill_pb2.FirstToken)
     assert not slow.done()
     compiler.may_end.set()
@@ -87,9 +88,9 @@ async def test_a_call_that_is_cancelled_while_its_grammar_is_compiled_leaves_not
     bench: ServiceBench, compiler: FakeCompiler
 ) -> None:
     call = bench.stub.Run(bench.request(1, 6, sampling=constrained("slow 1")))
-    await bench.until(lambda: compiler.compiled)
+    await until(lambda: compiler.compiled)
     call.cancel()
-    await bench.until(lambda: not len(bench.runs))
+    await until(lambda: not len(bench.runs))
     compiler.may_end.set()
     bench.assert_empty()
 
@@ -107,7 +108,7 @@ async def test_a_worker_that_drains_gives_back_who_waits_for_a_grammar(
     bench: ServiceBench, compiler: FakeCompiler
 ) -> None:
     waiting = asyncio.ensure_future(bench.run(1, sampling=constrained("slow 1")))
-    await bench.until(lambda: compiler.compiled)
+    await until(lambda: compiler.compiled)
     bench.service.start_draining()
     compiler.may_end.set()
     assert code_of(await waiting) == "DRAINING"

@@ -29,6 +29,7 @@ from runtime.endings import RankName
 from runtime.errors import ErrorCode, PeerLostError, RequestCancelledError
 from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, grant_all, make_item
 from tests.prefill.test_ranks import Meeting, make_group
+from tests.waiting import wait_until
 
 BOTH = pytest.mark.parametrize("max_ahead", [0, 1])
 
@@ -98,15 +99,6 @@ def start(*ranks: Rank) -> None:
         rank.loop.start()
 
 
-def until(condition: Callable[[], object]) -> None:
-    gate = threading.Event()
-    for _ in range(1000):
-        if condition():
-            return
-        gate.wait(0.005)
-    raise AssertionError("it never happened")
-
-
 def stop(*ranks: Rank) -> None:
     for rank in ranks:
         rank.loop.submit(StopLoop())
@@ -119,7 +111,7 @@ def test_a_rank_without_prompts_takes_part_in_every_step(max_ahead: int) -> None
     busy, idle = make_ranks(max_ahead=max_ahead)
     busy.loop.submit(AddRequest(make_item(1, 60)))
     start(busy, idle)
-    until(lambda: busy.count(RequestFinished))
+    wait_until(lambda: busy.count(RequestFinished))
     stop(busy, idle)
     assert len(busy.runner.steps) == 4
     assert idle.runner.log == ["dummy"] * 4
@@ -146,7 +138,7 @@ def test_ranks_take_the_same_steps_whatever_comes(max_ahead: int, seed: int) -> 
             ranks[which].loop.submit(CancelRequest(nonce, error))
         gate.wait(random.choice([0.0, 0.0, 0.004]))
     for rank, count in zip(ranks, counts, strict=True):
-        until(lambda rank=rank, count=count: rank.count(RequestFinished) == count)
+        wait_until(lambda rank=rank, count=count: rank.count(RequestFinished) == count)
     stop(*ranks)
     assert ranks[0].num_launches == ranks[1].num_launches > 10
     assert any("dummy" in rank.runner.log for rank in ranks)
@@ -166,8 +158,8 @@ def test_a_rank_that_was_told_to_stop_goes_on_for_the_other() -> None:
     start(leaving, working)
     leaving.loop.submit(StopLoop())
     working.loop.submit(AddRequest(make_item(1, 60)))
-    until(lambda: working.count(RequestFinished))
-    until(lambda: len(leaving.runner.log) == 4)  # each on its own thread
+    wait_until(lambda: working.count(RequestFinished))
+    wait_until(lambda: len(leaving.runner.log) == 4)  # each on its own thread
     assert leaving.count(LoopEnded) == 0
     stop(working)
     assert leaving.loop.join(60)

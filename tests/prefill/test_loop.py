@@ -1,8 +1,5 @@
 """The engine loop step by step: first tokens, cancels in every state, deadlines, lost peers."""
 
-import threading
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +47,7 @@ from tests.prefill.fakes import (
     make_grant,
     make_item,
 )
+from tests.waiting import wait_until
 
 
 class Bench:
@@ -469,22 +467,13 @@ def test_a_ticket_is_opened_with_the_time_that_decode_gave_it() -> None:
     assert opened == [60.0], "neither the queue nor the request's time is in it"
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    gate = threading.Event()
-    for _ in range(500):
-        if condition():
-            return
-        gate.wait(0.01)
-    raise AssertionError("it never happened")
-
-
 def test_the_thread_sleeps_until_there_is_work_and_stops_when_told() -> None:
     bench = Bench()
     bench.loop.start()
     bench.loop.submit(AddRequest(make_item(1)))
-    wait_for(lambda: len(bench.of_type(FirstTokenSampled)) == 1)
+    wait_until(lambda: len(bench.of_type(FirstTokenSampled)) == 1)
     bench.sender.close_all()
-    wait_for(lambda: len(bench.of_type(RequestFinished)) == 1)
+    wait_until(lambda: len(bench.of_type(RequestFinished)) == 1)
     bench.loop.submit(StopLoop())
     assert bench.loop.join(60)
     ended = bench.events[-1]

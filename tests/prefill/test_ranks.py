@@ -1,7 +1,6 @@
 """Rank 0 and a follower in two threads: the same batches, the same pushes, all closures."""
 
 import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -34,6 +33,7 @@ from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from runtime.errors import InternalError, PeerLostError, RequestCancelledError
 from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, grant_all, make_item
+from tests.waiting import wait_until
 
 SHAPE = PlanShape(max_num_tokens=16, max_num_seqs=4, max_num_blocks=16, num_command_bytes=48)
 
@@ -156,13 +156,11 @@ class Pair:
         assert not self.thread.is_alive()
 
     def until(self, condition: Callable[[], object]) -> None:
-        gate = threading.Event()
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            if condition():
-                return
-            gate.wait(0.005)
-        raise AssertionError(f"it never happened: {self.events} {self.failure!r}")
+        try:
+            wait_until(condition)
+        except AssertionError as error:
+            error.add_note(f"{self.events} {self.failure!r}")
+            raise
 
     def until_tickets(self, states: dict[int, str]) -> None:
         """Wait until both ranks hold exactly these tickets: rank 0 may be ahead of the other."""

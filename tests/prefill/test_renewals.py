@@ -1,7 +1,6 @@
 """Tickets are renewed together while their prompts are computed, and not a moment longer."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -11,6 +10,7 @@ from prefill.renewals import TicketRenewer, renewal_interval_s
 from runtime.pb import common_pb2
 from runtime.rpc import open_channel
 from tests.prefill.fake_decode import CREDENTIALS, FakeDecode, serve_decode
+from tests.waiting import until
 
 PREFILL = common_pb2.WorkerIdentity(instance="prefill-0", epoch=5)
 
@@ -38,12 +38,6 @@ async def bench() -> AsyncIterator[Bench]:
         yield served
         await served.renewer.close()
     await channels.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.prefill.service_bench import (
     revoke,
     service_bench,
 )
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ async def test_the_first_token_comes_while_the_kv_still_moves(bench: ServiceBenc
     assert token.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
     assert token.timings.prefill_queue_s >= 0
     assert bench.decode.closures == []
-    await bench.until(lambda: bench.sender.open_tickets == {1: "finishing"})  # right behind it
+    await until(lambda: bench.sender.open_tickets == {1: "finishing"})  # right behind it
     await bench.drain_senders()
     (closing,) = bench.decode.closings
     assert (closing.prefill, closing.decode_epoch) == (IDENTITY, 77)
@@ -229,9 +230,9 @@ async def test_a_prompt_beyond_the_pool_is_refused_and_decode_is_not_asked() -> 
 async def test_the_deadline_covers_the_queue(bench: ServiceBench) -> None:
     bench.runner.before_step = gate = Gate()
     first = asyncio.create_task(bench.run(1))
-    await bench.until(gate.reached.is_set)
+    await until(gate.reached.is_set)
     late = asyncio.create_task(bench.run(2, timeout_s=0.05))
-    await bench.until(lambda: late.done() or bench.runs.get(2))
+    await until(lambda: late.done() or bench.runs.get(2))
     await asyncio.sleep(0.1)
     gate.opened.set()
     assert code_of(await late) == "DEADLINE_EXCEEDED"
@@ -244,11 +245,11 @@ async def test_the_deadline_covers_the_queue(bench: ServiceBench) -> None:
 async def test_cancelling_the_call_while_it_waits(bench: ServiceBench) -> None:
     bench.runner.before_step = gate = Gate()
     first = asyncio.create_task(bench.run(1))
-    await bench.until(gate.reached.is_set)
+    await until(gate.reached.is_set)
     call = bench.stub.Run(bench.request(2))
-    await bench.until(lambda: bench.runs.get(2))
+    await until(lambda: bench.runs.get(2))
     call.cancel()
-    await bench.until(lambda: (run := bench.runs.get(2)) and run.answer.cancelled())
+    await until(lambda: (run := bench.runs.get(2)) and run.answer.cancelled())
     gate.opened.set()
     await first
     await bench.drain_senders()
@@ -262,11 +263,11 @@ async def test_cancelling_the_call_while_it_runs_waits_for_the_senders() -> None
     async with service_bench(max_num_batched_tokens=4) as bench:
         bench.runner.before_step = gate = Gate()
         call = bench.stub.Run(bench.request(1, 12))
-        await bench.until(gate.reached.is_set)
+        await until(gate.reached.is_set)
         call.cancel()
-        await bench.until(lambda: (run := bench.runs.get(1)) and run.answer.cancelled())
+        await until(lambda: (run := bench.runs.get(1)) and run.answer.cancelled())
         gate.opened.set()
-        await bench.until(lambda: bench.sender.open_tickets.get(1) == "abandoned")
+        await until(lambda: bench.sender.open_tickets.get(1) == "abandoned")
         assert len(bench.runs) == 1
         await bench.drain_senders()
         assert bench.outcomes() == [(1, "ABANDONED")]
@@ -286,7 +287,7 @@ async def test_revoking_a_request_that_is_being_sent_answers_when_it_is_drained(
 ) -> None:
     await bench.run(1)
     call = asyncio.create_task(revoke(bench, 1))
-    await bench.until(lambda: bench.sender.open_tickets[1] == "abandoned")
+    await until(lambda: bench.sender.open_tickets[1] == "abandoned")
     assert not call.done()
     await bench.drain_senders()
     assert await call
@@ -304,9 +305,9 @@ async def test_when_the_engine_loop_dies_nobody_hangs(bench: ServiceBench) -> No
     bench.runner.before_step = gate = Gate()
     bench.runner.failure = RuntimeError("device lost")
     first = asyncio.create_task(bench.run(1))
-    await bench.until(gate.reached.is_set)
+    await until(gate.reached.is_set)
     late = [asyncio.create_task(bench.run(nonce)) for nonce in (2, 3)]
-    await bench.until(lambda: len(bench.runs) == 3)
+    await until(lambda: len(bench.runs) == 3)
     gate.opened.set()
     for answer in await asyncio.gather(first, *late):
         assert code_of(answer) == "INTERNAL"
@@ -325,11 +326,11 @@ async def test_what_is_left_at_an_orderly_end_may_go_elsewhere() -> None:
     async with service_bench(max_num_batched_tokens=8) as bench:
         bench.runner.before_step = gate = Gate()
         running = asyncio.create_task(bench.run(1, 20))
-        await bench.until(gate.reached.is_set)
+        await until(gate.reached.is_set)
         # In the middle of one prompt, before it looks at the other.
         bench.loop.submit(StopLoop())
         waiting = asyncio.create_task(bench.run(2))
-        await bench.until(lambda: len(bench.runs) == 2)
+        await until(lambda: len(bench.runs) == 2)
         gate.opened.set()
         for answer in await asyncio.gather(running, waiting):
             assert code_of(answer) == "DRAINING"

@@ -20,6 +20,7 @@ from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSe
 from tests.router.fakes import SECRET, FakeDecode, FakePrefill
 from tests.router.outputs import MAX_MODEL_LEN
 from tests.tcp_proxy import Proxy
+from tests.waiting import until
 
 MODEL = "org/tiny-model"
 ANSWER = "Hello w\u00f6rld \U0001f642 and more text follows. END of it."
@@ -170,12 +171,7 @@ class Cluster:
         """One worker of each role, and the stream of tokens between router and decode."""
         await self.add_prefill()
         await self.add_decode()
-        await self.until(lambda: self.decode.num_streams > 0)
-
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await asyncio.sleep(0.005)
+        await until(lambda: self.decode.num_streams > 0)
 
     async def close(self) -> None:
         for worker in (*self.prefills, *self.decodes):

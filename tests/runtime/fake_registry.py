@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import grpc.aio
 
@@ -61,9 +60,3 @@ async def serve(
     port = bind_port(server, Listen(bind="127.0.0.1", port=port), credentials)
     await server.start()
     return server, port
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -18,6 +18,7 @@ from runtime.rpc import WORKER_LIMITS, bind_port, create_server, open_channel
 from runtime.trace import TraceContext, trace_id, use_trace
 from tests.router.fakes import CREDENTIALS
 from tests.tcp_proxy import Proxy
+from tests.waiting import until
 
 Code = grpc.StatusCode
 
@@ -122,12 +123,6 @@ async def line() -> AsyncIterator[Line]:
     yield line
     await line.close()
     await peer.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def code_of(call: asyncio.Future[prefill_pb2.RunResponse]) -> grpc.StatusCode:

@@ -18,7 +18,8 @@ from runtime.pb import registry_pb2
 from runtime.registration import RegistryClient
 from runtime.router_names import RouterName, follow, parse_routers, resolve_host
 from runtime.wire import error_to_proto
-from tests.runtime.fake_registry import RIGHT, FakeRegistry, serve, until
+from tests.runtime.fake_registry import RIGHT, FakeRegistry, serve
+from tests.waiting import until
 
 
 def refusal(text: str, *, superseded: bool = False) -> registry_pb2.RegisterResponse:

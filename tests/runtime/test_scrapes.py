@@ -15,9 +15,9 @@ from runtime.metric_rows import HistogramRow
 from runtime.metrics import MetricsServer, render_metrics
 from runtime.net import Listen
 from runtime.vllm_names import PREFIX, ROWS, VllmNames
-from tests.integration.cluster import wait_until
 from tests.prometheus import SCRAPED_EVERY, Prometheus, find_program, why_missing
 from tests.runtime.exports import Exports, make_exports
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +93,7 @@ def check(server: Prometheus, expected: dict[str, set[frozenset[tuple[str, str]]
     """``expected`` is by job."""
     with server:
         num_scrapes = 3 * len(expected)
-        wait_until(lambda: len(server.query("up == 1")) == num_scrapes, 60, "all are scraped")
+        wait_until(lambda: len(server.query("up == 1")) == num_scrapes, "all are scraped")
         assert [one["lastError"] for one in server.scrapes()] == [""] * num_scrapes
         types = server.types()
         for job, series in expected.items():

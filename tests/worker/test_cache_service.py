@@ -32,7 +32,7 @@ class Follower:
         self._dumped: set[bytes] = set()
 
     async def frame(self) -> cache_pb2.CacheFrame:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             frame = await anext(self._call)
         assert frame.worker == WORKER
         hashes = [frame.hashes[at : at + 16] for at in range(0, len(frame.hashes), 16)]

@@ -11,8 +11,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.decode.cluster import run_cluster
-from tests.kv_transfer.helpers import PrefillSide, wait_until
+from tests.kv_transfer.helpers import PrefillSide
 from tests.prefill.fakes import Clock
+from tests.waiting import wait_until
 from tests.worker.fakes import FakeDriver, hosted
 from tests.worker.test_step_loop import make_loop
 from worker.health import MAX_LAG_S, MAX_TURN_S, Health, thread_check

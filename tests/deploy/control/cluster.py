@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,14 +17,7 @@ from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 from tests.deploy.fakes import LocalLauncher, fake_context
-
-
-def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain: {what}"
-        time.sleep(0.02)
+from tests.waiting import wait_until
 
 
 class ControlledCluster:
@@ -71,7 +64,7 @@ class ControlledCluster:
             controller = asyncio.run_coroutine_threadsafe(self._make(), loop).result(60)
             run = asyncio.run_coroutine_threadsafe(controller.run(), loop)
             try:
-                until(lambda: self._state.phase is Phase.READY or run.done(), "ready", 120)
+                wait_until(lambda: self._state.phase is Phase.READY or run.done(), "ready", 120)
                 yield self
             finally:
                 loop.call_soon_threadsafe(controller.request_stop)

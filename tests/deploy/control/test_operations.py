@@ -29,8 +29,9 @@ from runtime.net import Credentials
 from runtime.pb import controller_pb2 as pb
 from runtime.pb import controller_pb2_grpc
 from runtime.rpc import open_channel
-from tests.deploy.control.cluster import ControlledCluster, until
+from tests.deploy.control.cluster import ControlledCluster
 from tests.deploy.fakes import fake_config
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,7 @@ def cluster(shared: ControlledCluster) -> Iterator[ControlledCluster]:
     for role in ("prefill", "decode"):
         if len(shared.names(role)) > 1:
             assert run(shared, "scale", role, "1", "--deadline", "0") == 0
-        until(lambda role=role: len(shared.names(role)) == 1, "one is left")
+        wait_until(lambda role=role: len(shared.names(role)) == 1, "one is left")
 
 
 def run(cluster: ControlledCluster, *words: str) -> int:
@@ -97,7 +98,7 @@ def test_a_role_grows_and_shrinks_and_the_others_notice_nothing(
     output = capsys.readouterr().out
     assert "decode-1 serves after" in output
     assert "decode-2 serves after" in output
-    until(lambda: settled(cluster, ["decode-0", "decode-1", "decode-2"]), "three decode")
+    wait_until(lambda: settled(cluster, ["decode-0", "decode-1", "decode-2"]), "three decode")
     assert load_config(cluster.context.config_path).decode.instances == 3
     after = cluster.pids()
     assert {name: after[name] for name in before} == before
@@ -106,11 +107,11 @@ def test_a_role_grows_and_shrinks_and_the_others_notice_nothing(
     assert run(cluster, "scale", "decode", "-2") == 0
     output = capsys.readouterr().out
     assert "decode-1, decode-2: 4 requests left, at most 140 tokens" in output
-    until(lambda: settled(cluster, ["decode-0"]), "one decode")
+    wait_until(lambda: settled(cluster, ["decode-0"]), "one decode")
     assert cluster.pids() == before
     assert sorted(cluster.launcher.released[released:]) == ["decode-1", "decode-2"]
     assert load_config(cluster.context.config_path).decode.instances == 1
-    until(lambda: len(left_pool(cluster)) == 2, "they left")
+    wait_until(lambda: len(left_pool(cluster)) == 2, "they left")
     told = [(event.kind, event.text) for event in cluster.events() if "@" in event.who]
     assert (EventKind.SCALE, "scale decode from 1 to 3") in told
     assert (EventKind.DONE, "scale decode from 3 to 1: decode has 1") in told
@@ -128,7 +129,7 @@ def test_a_new_instance_that_dies_is_told_and_the_cluster_goes_on(
     error = capsys.readouterr().err
     assert "decode-1 ended with status 3" in error
     assert "this device is on fire" in error
-    until(lambda: cluster.pids() == before, "only the others are left")
+    wait_until(lambda: cluster.pids() == before, "only the others are left")
     assert cluster.state.phase is Phase.READY
     assert cluster.launcher.released[-1] == "decode-1"
     assert load_config(cluster.context.config_path).decode.instances == 1
@@ -203,12 +204,14 @@ def test_a_drained_instance_stays_empty_and_down_until_it_is_restarted(
     output = capsys.readouterr().out
     assert "decode-1: 2 requests left, at most 70 tokens" in output
     assert "decode-1 is empty, and stays so until `tandem restart decode-1`" in output
-    until(lambda: cluster.processes["decode-1"].phase is Phase.DRAINED, "it is shown as drained")
+    wait_until(
+        lambda: cluster.processes["decode-1"].phase is Phase.DRAINED, "it is shown as drained"
+    )
     os.kill(cluster.processes["decode-1"].pid, signal.SIGKILL)
-    until(lambda: cluster.processes["decode-1"].phase is Phase.STOPPED, "it is down")
+    wait_until(lambda: cluster.processes["decode-1"].phase is Phase.STOPPED, "it is down")
     launched = cluster.launcher.launched.count("decode-1")
     assert run(cluster, "restart", "decode-1") == 0
-    until(lambda: settled(cluster, ["decode-0", "decode-1"]), "it is back")
+    wait_until(lambda: settled(cluster, ["decode-0", "decode-1"]), "it is back")
     assert cluster.launcher.launched.count("decode-1") == launched + 1
 
 
@@ -226,9 +229,9 @@ def test_an_operation_goes_on_without_the_command_that_began_it(
         await channel.close(None)
 
     asyncio.run(ask_and_leave())
-    until(lambda: cluster.names("prefill") == ["prefill-0", "prefill-1"], "it is there")
+    wait_until(lambda: cluster.names("prefill") == ["prefill-0", "prefill-1"], "it is there")
     done = "scale prefill from 1 to 2: prefill has 2"
-    until(lambda: done in [event.text for event in cluster.events()], "it serves")
+    wait_until(lambda: done in [event.text for event in cluster.events()], "it serves")
 
 
 def test_a_rolling_restart_starts_the_replacement_first_where_there_is_room(
@@ -238,7 +241,7 @@ def test_a_rolling_restart_starts_the_replacement_first_where_there_is_room(
     assert run(cluster, "restart", "--rolling") == 0
     output = capsys.readouterr().out
     assert "prefill-1 will take the place of prefill-0" in output
-    until(lambda: settled(cluster, ["decode-1"]), "the replacement")
+    wait_until(lambda: settled(cluster, ["decode-1"]), "the replacement")
     assert cluster.names("prefill") == ["prefill-1"]
     for processes in cluster.history[begun:]:
         for role in ("prefill", "decode"):
@@ -252,11 +255,11 @@ def test_a_rolling_restart_without_room_keeps_names_and_somebody_who_serves(
 ) -> None:
     assert run(cluster, "scale", "decode", "2") == 0
     names = cluster.names("decode")
-    until(lambda: settled(cluster, names), "two")
+    wait_until(lambda: settled(cluster, names), "two")
     cluster.launcher.room = 0
     before, begun = cluster.pids(), len(cluster.history)
     assert run(cluster, "restart", "--rolling", "decode") == 0
-    until(lambda: settled(cluster, names), "they are back")
+    wait_until(lambda: settled(cluster, names), "they are back")
     assert all(cluster.pids()[name] != before[name] for name in names)
     for processes in cluster.history[begun:]:
         assert any(p.role == "decode" and p.phase is Phase.READY for p in processes.values())
@@ -286,7 +289,7 @@ def test_apply_shows_the_difference_and_rolls_what_reads_it(
     assert cluster.pids() == before
 
     assert run(cluster, "apply", path) == 0
-    until(lambda: len(cluster.names("prefill")) == 2, "two prefill")
+    wait_until(lambda: len(cluster.names("prefill")) == 2, "two prefill")
     assert cluster.pids()[prefill] == before[prefill], "its settings are the same"
     assert cluster.names("decode") != [decode]
     assert load_config(cluster.context.config_path).decode.max_num_seqs == 7
@@ -335,10 +338,10 @@ def test_an_apply_whose_first_instance_fails_leaves_the_former_settings(
     assert load_config(cluster.context.config_path) == running
     monkeypatch.undo()
     os.kill(before[name], signal.SIGKILL)
-    until(
+    wait_until(
         lambda: cluster.pids().get(name) not in (None, 0, before[name]), "it comes back as it was"
     )
-    until(lambda: settled(cluster, [name]), "it serves")
+    wait_until(lambda: settled(cluster, [name]), "it serves")
 
 
 def test_events_are_told_and_followed(
@@ -350,7 +353,7 @@ def test_events_are_told_and_followed(
     heard = Asked(cluster)
     heard.begin(lambda stub: stub.Events(pb.EventsRequest(follow=True, most=1)))
     assert run(cluster, "scale", "decode", "1") == 0
-    until(lambda: any(e.kind == "done" for e in heard.messages[1:]), "the end of an operation")
+    wait_until(lambda: any(e.kind == "done" for e in heard.messages[1:]), "the end of an operation")
 
 
 def test_status_is_shown_again_and_again(
@@ -456,16 +459,16 @@ class Asked:
         self._thread.start()
 
     def wait_plan(self) -> None:
-        until(lambda: bool(self.messages), "the plan")
+        wait_until(lambda: bool(self.messages), "the plan")
 
     def wait_refused(self) -> str:
-        until(lambda: self.error is not None, "it is refused")
+        wait_until(lambda: self.error is not None, "it is refused")
         return str(self.error)
 
     def wait_outcome(self) -> pb.Outcome:
         def ended() -> bool:
             return bool(self.messages) and self.messages[-1].WhichOneof("news") == "outcome"
 
-        until(ended, "its end")
+        wait_until(ended, "its end")
         outcome: pb.Outcome = self.messages[-1].outcome
         return outcome

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.router.conftest import ANSWER, MODEL, Cluster
+from tests.waiting import until
 
 MESSAGES = [{"role": "user", "content": "say hello"}]
 
@@ -81,7 +82,7 @@ async def test_a_stop_string_ends_decode(client, cluster: Cluster) -> None:
     assert answer.choices[0].message.content == ANSWER[: ANSWER.index("END")]
     assert answer.choices[0].finish_reason == "stop"
     assert answer.usage.completion_tokens < cluster.num_answer_tokens
-    await cluster.until(lambda: len(cluster.decode.aborted) == 1)
+    await until(lambda: len(cluster.decode.aborted) == 1)
     assert cluster.decode.requests == {}
     kept = await chat(client, stop="END", extra_body={"include_stop_str_in_output": True})
     assert kept.choices[0].message.content == ANSWER[: ANSWER.index("END") + 3]
@@ -93,7 +94,7 @@ async def test_max_tokens_ends_with_length(client, cluster: Cluster) -> None:
     assert answer.usage.completion_tokens == 3
     one = await chat(client, max_completion_tokens=1)
     assert one.choices[0].finish_reason == "length"
-    await cluster.until(lambda: not cluster.decode.requests)
+    await until(lambda: not cluster.decode.requests)
     assert cluster.decode.aborted == []
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from router.http.connections import Connection, ConnectionLimits, Connections
 from tests.router.conftest import MODEL, Cluster, StartRouter
+from tests.waiting import until
 
 COMPLETION = {"model": MODEL, "prompt": "hi", "ignore_eos": True, "max_tokens": 100}
 
@@ -86,7 +87,7 @@ async def test_a_router_that_drains_keeps_no_connection_for_a_further_request(
     busy, busy_writer = await connect(
         cluster, post({"model": MODEL, "prompt": "x", "max_tokens": 8})
     )
-    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    await until(lambda: len(cluster.prefill.seen) == 1)
     drain = asyncio.create_task(cluster.service.drain())
     async with asyncio.timeout(60):
         assert await idle.read() == b""
@@ -178,7 +179,7 @@ async def test_clients_that_read_nothing_do_not_keep_their_places(
     # 32 choices with the most details are some megabytes, and sockets hold kilobytes.
     body = {**COMPLETION, "stream": True, "n": 32, "logprobs": 20, "max_tokens": 200}
     strangers = [await connect(cluster, post(body), receive_buffer=4096) for _ in range(2)]
-    await cluster.until(lambda: len(cluster.decode.seen) > 2)
+    await until(lambda: len(cluster.decode.seen) > 2)
     async with (
         aiohttp.ClientSession(cluster.url, timeout=aiohttp.ClientTimeout(60)) as http,
         http.post("/v1/completions", json={**COMPLETION, "max_tokens": 2}) as response,
@@ -197,7 +198,7 @@ async def test_a_mailbox_that_nobody_empties_ends_its_request(
     async with asyncio.timeout(60):
         while "router.max_mailbox_bytes" not in caplog.text:
             await asyncio.sleep(0.05)
-    await cluster.until(lambda: not cluster.decode.requests)
+    await until(lambda: not cluster.decode.requests)
     writer.transport.abort()
 
 

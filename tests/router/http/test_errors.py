@@ -13,6 +13,7 @@ from router.errors import RequestError, TooManyRequestsError
 from router.http.errors import failure_from
 from runtime.errors import ERRORS_BY_CODE, ErrorCode
 from tests.router.conftest import MODEL, Cluster, StartRouter
+from tests.waiting import until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": MODEL, "prompt": "hi"}
@@ -180,7 +181,7 @@ async def test_who_waits_too_long_for_a_place_is_told_to_come_back(
         assert int(caught.value.response.headers["retry-after"]) >= 1
         decode.hold_after = 0
         await first.close()
-        await cluster.until(lambda: not decode.requests)
+        await until(lambda: not decode.requests)
         answer = await client.completions.create(model=MODEL, prompt="a", n=3, max_tokens=2)
         assert len(answer.choices) == 3  # a request is admitted whole
 

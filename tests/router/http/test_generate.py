@@ -16,6 +16,7 @@ from runtime.errors import PeerLostError
 from tests.router.conftest import ANSWER, Cluster
 from tests.router.http.test_operations import metric_values
 from tests.router.http.test_sse import payloads
+from tests.waiting import until
 
 BENCH = {
     "sampling_params": {"temperature": 0.0, "max_new_tokens": 100, "ignore_eos": False},
@@ -134,7 +135,7 @@ async def test_a_failure_within_a_stream_is_told(http, cluster: Cluster) -> None
 
 async def test_a_stream_goes_on_at_another_worker(http, cluster: Cluster) -> None:
     other = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: other.num_streams > 0)
+    await until(lambda: other.num_streams > 0)
     for decode in cluster.decodes:
         decode.fail_error, decode.fail_after = PeerLostError("gone"), 3
     async with http.post("/generate", json={"text": "x", "stream": True, **BENCH}) as response:
@@ -150,7 +151,7 @@ async def test_a_client_that_leaves_ends_its_request(cluster: Cluster) -> None:
         http.post("/generate", json={"text": "x", "stream": True}) as response,
     ):
         await response.content.readline()
-    await cluster.until(lambda: len(cluster.decode.aborted) == 1)
+    await until(lambda: len(cluster.decode.aborted) == 1)
 
 
 @pytest.mark.parametrize(

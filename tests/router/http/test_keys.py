@@ -18,6 +18,7 @@ from router.keys.record import KeyLimits, KeyRecord, hash_key, new_key
 from router.keys.source import KEYS_VARIABLE
 from runtime.renewal import CHECK_S
 from tests.router.conftest import MODEL, Cluster, StartRouter
+from tests.waiting import until
 
 BODY = {"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 4, "temperature": 0}
 Sdk = Callable[[Cluster, str], Awaitable[openai.AsyncOpenAI]]
@@ -270,12 +271,12 @@ async def test_a_key_has_so_many_requests_at_once_and_its_place_comes_back(
     alice = await sdk(cluster, key)
     cluster.prefill.holds_runs = True
     first = asyncio.create_task(alice.completions.create(**BODY))
-    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    await until(lambda: len(cluster.prefill.seen) == 1)
     with pytest.raises(openai.RateLimitError, match="max_concurrent_requests") as caught:
         await alice.completions.create(**BODY)
     assert caught.value.response.headers["retry-after"] == "1"
     first.cancel()  # its client goes away
-    await cluster.until(lambda: len(cluster.prefill.cancelled) == 1)
+    await until(lambda: len(cluster.prefill.cancelled) == 1)
     cluster.prefill.holds_runs = False
     await alice.completions.create(**BODY)
 
@@ -334,7 +335,7 @@ async def test_a_file_that_changes_is_followed_and_a_broken_one_is_not(
     keys_file.write_text(whole + "[keys.carol]\nsha256 = ")
     await bob.models.list()
     await alice.models.list()
-    await cluster.until(lambda: "list of API keys stays in use" in caplog.text)
+    await until(lambda: "list of API keys stays in use" in caplog.text)
     await until_metric(cluster, "pd_router_keys_stale", 1)
     keys_file.write_text(whole)
     remove_from_file(keys_file, "alice")

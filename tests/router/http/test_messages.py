@@ -20,6 +20,7 @@ from runtime.config import ModelSection
 from runtime.errors import ERRORS_BY_CODE, PeerLostError
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.router.http.test_operations import metric_values
+from tests.waiting import until
 
 TURNS = [{"role": "user", "content": "say hello"}]
 BODY = {"model": MODEL, "max_tokens": 100, "messages": TURNS}
@@ -125,7 +126,7 @@ async def test_a_long_wait_is_filled_with_comments(start_router: StartRouter) ->
     cluster = await start_router(keep_alive_s=0.05)
     prefill = await cluster.add_prefill()
     await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await until(lambda: cluster.decode.num_streams > 0)
     prefill.run_s = 0.3
     async with aiohttp.ClientSession(cluster.url) as http:
         found = await events(http)
@@ -135,7 +136,7 @@ async def test_a_long_wait_is_filled_with_comments(start_router: StartRouter) ->
 async def test_an_answer_goes_on_at_another_worker(http, cluster: Cluster) -> None:
     expected = await ask(http)
     other = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: other.num_streams > 0)
+    await until(lambda: other.num_streams > 0)
     for decode in cluster.decodes:
         decode.fail_error, decode.fail_after = PeerLostError("gone"), 3
     seen = sum(len(decode.seen) for decode in cluster.decodes)
@@ -151,7 +152,7 @@ async def test_a_client_that_leaves_ends_its_request(cluster: Cluster) -> None:
         http.post("/v1/messages", json={**BODY, "stream": True}) as response,
     ):
         await response.content.readline()
-    await cluster.until(lambda: len(cluster.decode.aborted) == 1)
+    await until(lambda: len(cluster.decode.aborted) == 1)
 
 
 TOOL = {"name": "f", "input_schema": {"type": "object"}}

@@ -24,6 +24,7 @@ from tests.router.http.test_tools import (
 from tests.router.http.test_tools import NOW as CHAT_NOW
 from tests.router.http.test_tools import WEATHER as CHAT_WEATHER
 from tests.router.text import templates
+from tests.waiting import until
 
 TURN = {"role": "user", "content": "weather?"}
 BODY = {"model": MODEL, "max_tokens": 100, "messages": [TURN]}
@@ -246,7 +247,7 @@ async def test_a_client_that_leaves_ends_its_request(
     cluster.decode.hold_after = 2
     stream = await claude.messages.create(**BODY, stream=True)
     await stream.close()
-    await cluster.until(lambda: len(cluster.decode.aborted) == 1)
+    await until(lambda: len(cluster.decode.aborted) == 1)
 
 
 def test_arguments_that_are_cut_off_or_no_object() -> None:

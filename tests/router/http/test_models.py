@@ -14,6 +14,7 @@ from router.keys.file import add_to_file
 from router.keys.record import KeyRecord, hash_key, new_key
 from tests.router.conftest import MODEL, Cluster, StartRouter, write_model
 from tests.router.fakes import FakeDecode, FakePrefill
+from tests.waiting import until
 
 OTHER, ALIAS = "other", "small"
 TEXT = "the lazy dog jumps over the quick brown fox"
@@ -43,7 +44,7 @@ async def add_other(cluster: Cluster, suffix: str = "") -> tuple[FakePrefill, Fa
     cluster.decodes.append(decode)
     await prefill.start(cluster.control)
     await decode.start(cluster.control)
-    await cluster.until(lambda: decode.num_streams > 0)
+    await until(lambda: decode.num_streams > 0)
     return prefill, decode
 
 
@@ -185,7 +186,7 @@ async def test_workers_of_two_models_are_never_a_pair(
     await cluster.prefills[1].close()
     cluster.prefills.pop()
     await lone.start(cluster.control)
-    await cluster.until(lambda: lone.num_streams > 0)
+    await until(lambda: lone.num_streams > 0)
     async with aiohttp.ClientSession(cluster.url) as http:
         async with http.get("/ready") as response:
             assert response.status == 503
@@ -211,7 +212,7 @@ async def test_a_full_model_does_not_hold_up_the_other(
         waiting = [
             asyncio.create_task(client.completions.create(model=OTHER, **BODY)) for _ in range(2)
         ]
-        await cluster.until(lambda: len(prefill.seen) == 1)
+        await until(lambda: len(prefill.seen) == 1)
         answer = await client.completions.create(model=MODEL, **BODY)
         assert answer.choices[0].text == cluster.text_of(4)
         assert len(prefill.seen) == 1

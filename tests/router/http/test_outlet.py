@@ -15,6 +15,7 @@ from router.http.outbox import Connection, Outbox
 from router.http.outlet import Outlet
 from tests.router.conftest import Cluster, StartRouter
 from tests.router.http.test_connections import COMPLETION, add_workers, connect, post
+from tests.waiting import until
 
 
 class FakeTransport:
@@ -188,7 +189,7 @@ async def test_a_client_that_reads_late_gets_all_of_it(start_router: StartRouter
     # Some megabytes, and sockets hold kilobytes.
     body = {**COMPLETION, "stream": True, "n": 32, "logprobs": 20, "max_tokens": 100}
     reader, writer = await connect(cluster, last(body), receive_buffer=4096)
-    await cluster.until(lambda: len(cluster.decode.seen) == 32 and not cluster.decode.requests)
+    await until(lambda: len(cluster.decode.seen) == 32 and not cluster.decode.requests)
     _, answer = await read_answer(reader)
     texts = texts_of(unchunked(answer))
     writer.close()

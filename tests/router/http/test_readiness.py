@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.router.conftest import MODEL, Cluster, StartRouter
 from tests.router.fakes import SECRET, FakeDecode
 from tests.router.outputs import MAX_MODEL_LEN
+from tests.waiting import until
 
 COMPLETION = {"model": MODEL, "prompt": "hi", "max_tokens": 8}
 
@@ -42,7 +43,7 @@ async def test_a_model_is_listed_once_it_can_be_served(start_router: StartRouter
         # Workers that went are awaited: the model stays listed.
         await decode.die()
         pool = cluster.service._http.backends.default.pool  # type: ignore[union-attr]
-        await cluster.until(lambda: len(pool.members()) < 2)
+        await until(lambda: len(pool.members()) < 2)
         assert await models(http) == [MODEL]
         assert (await code_of(http, "POST", "/v1/completions"))[1] != "server_not_ready"
         async with http.get("/ready") as response:
@@ -87,10 +88,10 @@ async def test_the_limit_follows_the_decode_ranks(start_router: StartRouter) -> 
         assert await limit(http) == 75
         cluster.decodes[1].set_draining()
         pool = cluster.service._http.backends.default.pool  # type: ignore[union-attr]
-        await cluster.until(lambda: any(member.draining for member in pool.members()))
+        await until(lambda: any(member.draining for member in pool.members()))
         assert await limit(http) == 30
         await cluster.decodes[1].close()
-        await cluster.until(lambda: len(pool.members()) == 1)
+        await until(lambda: len(pool.members()) == 1)
         assert await limit(http) == 30
 
 
@@ -114,11 +115,11 @@ async def test_draining_answers_who_waits_in_the_queue(start_router: StartRouter
     decode.step_s = 0.05
     async with aiohttp.ClientSession(cluster.url) as http:
         first = asyncio.create_task(http.post("/v1/completions", json=COMPLETION))
-        await cluster.until(lambda: bool(decode.seen))
+        await until(lambda: bool(decode.seen))
         second = asyncio.create_task(code_of(http, "POST", "/v1/completions"))
         server = cluster.service._http
         assert server is not None
-        await cluster.until(lambda: server.backends.default.admission.num_waiting == 1)
+        await until(lambda: server.backends.default.admission.num_waiting == 1)
         drained = asyncio.create_task(cluster.service.drain())
         assert await second == (503, "server_is_draining")
         async with await first as response:

@@ -39,7 +39,7 @@ async def connected(
     server = await loop.create_server(connections.protocol_of(runner.server), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             yield reader, writer
     finally:
         writer.close()

@@ -12,6 +12,7 @@ import pytest
 
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.router.http.test_tools import ARGUMENTS, CALL, CALL_NOW, folder, prompt_of  # noqa: F401
+from tests.waiting import until
 
 WEATHER = {
     "type": "function",
@@ -316,7 +317,7 @@ async def test_a_client_that_leaves_ends_its_request(
         if event.type == "response.output_text.delta":
             break
     await stream.close()
-    await cluster.until(lambda: len(cluster.decode.aborted) == 1)
+    await until(lambda: len(cluster.decode.aborted) == 1)
     async with http.get("/status") as response:
         assert (await response.json())["num_requests_in_flight"] == 0
 

@@ -16,6 +16,7 @@ import pytest
 from runtime.pb import common_pb2
 from tests.router.conftest import MODEL, Cluster, StartRouter
 from tests.router.http.test_tools import CALL_NOW, NOW, WEATHER, prompt_of, write_model_of_tools
+from tests.waiting import until
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 4}
@@ -362,7 +363,7 @@ async def test_others_are_served_while_a_grammar_is_made(http, cluster: Cluster)
     schema = {"properties": {f"n{n}": {"enum": [f"{n}{m}" for m in range(20)]} for n in range(60)}}
     body = {**COMPLETION, "guided_json": schema}
     slow = asyncio.create_task(post(http, "/v1/completions", body))
-    await cluster.until(lambda: cluster.service is not None and not slow.done())
+    await until(lambda: cluster.service is not None and not slow.done())
     for _ in range(3):
         await post(http, "/v1/completions", COMPLETION)
     assert not slow.done()

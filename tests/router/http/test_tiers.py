@@ -15,6 +15,7 @@ from router.keys.record import KeyRecord, hash_key, new_key
 from runtime.config import TierSection
 from runtime.errors import ConfigError
 from tests.router.conftest import MODEL, Cluster, StartRouter
+from tests.waiting import until
 
 TIERS = (
     TierSection(name="max", order=0, ttft_ms=60_000, tpot_ms=60_000, share=0.5, open=True),
@@ -206,7 +207,7 @@ async def test_a_key_of_a_tier_that_is_not_configured_is_told_at_load_and_at_rel
     assert "pd_router_keys_of_unknown_tiers 1.0" in await metrics_of(cluster)
     caplog.clear()
     add(file, "later", tiers=("ruby", "base"), tier="ruby")
-    await cluster.until(lambda: "key=later" in caplog.text)
+    await until(lambda: "key=later" in caplog.text)
     assert "'ruby'" in caplog.text
     assert "requests that name none are of 'base'" in caplog.text
     assert "pd_router_keys_of_unknown_tiers 2.0" in await metrics_of(cluster)

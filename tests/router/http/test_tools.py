@@ -19,6 +19,7 @@ from runtime.config import ModelSection
 from runtime.errors import PeerLostError
 from tests.router.conftest import MODEL, SPECIAL, Cluster, StartRouter, write_model
 from tests.router.text import templates
+from tests.waiting import until
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 USER = {"role": "user", "content": "weather?"}
@@ -214,7 +215,7 @@ async def test_one_call_where_only_one_may_be(client, cluster: Cluster) -> None:
     assert answer.choices[0].finish_reason == "tool_calls"
     assert len(answer.choices[0].message.tool_calls) == 1
     assert answer.usage.completion_tokens < cluster.num_answer_tokens / 2
-    await cluster.until(lambda: len(cluster.decode.aborted) == 1)
+    await until(lambda: len(cluster.decode.aborted) == 1)
 
 
 async def test_a_named_tool_is_called(client, cluster: Cluster) -> None:
@@ -359,7 +360,7 @@ async def test_a_message_goes_on_at_another_worker(
     expected = await said()
     assert expected[:4] == ("hm, let me see", "So.", [("weather", ARGUMENTS)], "tool_calls")
     other = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: other.num_streams > 0)
+    await until(lambda: other.num_streams > 0)
     for decode in cluster.decodes:
         decode.fail_error, decode.fail_after = PeerLostError("gone"), num_tokens
     seen = sum(len(decode.seen) for decode in cluster.decodes)
@@ -447,7 +448,7 @@ async def test_without_parsers_tools_are_refused(start_router: StartRouter, fold
     await cluster.add_prefill()
     await cluster.add_decode()
     async with aiohttp.ClientSession(cluster.url) as http:
-        await cluster.until(lambda: cluster.decode.num_streams > 0)
+        await until(lambda: cluster.decode.num_streams > 0)
         error = await refusal(http, tools=[WEATHER])
         assert error["param"] == "tools"
         assert "router.tool_parser" in error["message"]
@@ -468,7 +469,7 @@ async def test_arguments_for_a_template_that_wants_objects(
     await cluster.add_decode()
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": [1]}'}}
     async with aiohttp.ClientSession(cluster.url) as http:
-        await cluster.until(lambda: cluster.decode.num_streams > 0)
+        await until(lambda: cluster.decode.num_streams > 0)
         messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER]
         body = {"model": MODEL, "messages": messages}
         async with http.post("/v1/chat/completions", json=body) as response:

@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 
 from tests.router.conftest import MODEL, Cluster
+from tests.waiting import until
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 4}
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -29,9 +30,9 @@ async def test_the_end_of_a_request_is_of_its_trace(
     cluster.decode.hold_after = 3
     body = {**BODY, "max_tokens": 100}
     task = asyncio.create_task(http.post("/v1/completions", json=body, headers=HEADERS))
-    await cluster.until(lambda: any(r.sent for r in cluster.decode.requests.values()))
+    await until(lambda: any(r.sent for r in cluster.decode.requests.values()))
     task.cancel()
-    await cluster.until(lambda: bool(cluster.decode.aborted))
+    await until(lambda: bool(cluster.decode.aborted))
     assert cluster.decode.traces[-1] == ("Abort", TRACE)
 
 

@@ -27,6 +27,7 @@ from runtime.registration import RegistryClient
 from runtime.tiers import TierTokens
 from tests.router.conftest import StartRouter
 from tests.router.fakes import CREDENTIALS
+from tests.waiting import until
 
 TTL_S = 5.0
 
@@ -222,12 +223,12 @@ async def test_the_control_port_serves_watchers(start_router: StartRouter) -> No
         pools.append([str(member.key) for member in members])
 
     watcher = asyncio.create_task(watch_forever(cluster.control, CREDENTIALS, "w", note))
-    await cluster.until(lambda: bool(pools))
+    await until(lambda: bool(pools))
     assert pools[-1] == []
     decode = await cluster.add_decode()
-    await cluster.until(lambda: pools[-1] == ["decode-0/0"])
+    await until(lambda: pools[-1] == ["decode-0/0"])
     await decode.die()
-    await cluster.until(lambda: pools[-1] == [])
+    await until(lambda: pools[-1] == [])
     watcher.cancel()
     await asyncio.gather(watcher, return_exceptions=True)
 

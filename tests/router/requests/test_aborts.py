@@ -12,6 +12,7 @@ from router.requests.aborts import Aborts
 from router.requests.clients import WorkerClients
 from tests.router.conftest import MODEL, Cluster
 from tests.router.fakes import CREDENTIALS
+from tests.waiting import until
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 
@@ -39,9 +40,9 @@ async def test_an_abort_that_fails_is_repeated_until_it_is_heard(http, cluster: 
     cluster.decode.hold_after = 3
     cluster.decode.abort_failures = 2
     task = asyncio.create_task(http.post("/v1/completions", json=BODY))
-    await cluster.until(lambda: any(r.sent for r in cluster.decode.requests.values()))
+    await until(lambda: any(r.sent for r in cluster.decode.requests.values()))
     task.cancel()
-    await cluster.until(lambda: not cluster.decode.requests)
+    await until(lambda: not cluster.decode.requests)
     assert len(cluster.decode.aborted) == 1
     assert cluster.decode.abort_failures == 0
 
@@ -90,7 +91,7 @@ async def test_a_router_ends_while_a_worker_does_not_answer(http, cluster: Clust
     cluster.decode.hold_after = 3
     cluster.decode.abort_failures = 1 << 30
     task = asyncio.create_task(http.post("/v1/completions", json=BODY))
-    await cluster.until(lambda: any(r.sent for r in cluster.decode.requests.values()))
+    await until(lambda: any(r.sent for r in cluster.decode.requests.values()))
     task.cancel()
     async with aiohttp.ClientSession(cluster.url) as other, other.get("/status") as response:
         assert response.status == 200

@@ -16,6 +16,7 @@ from runtime.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import bind_port, create_server
 from tests.router.conftest import ANSWER, MODEL, StartRouter
 from tests.router.fakes import CREDENTIALS
+from tests.waiting import until
 
 
 class SlowPrefill(prefill_pb2_grpc.PrefillServicer):
@@ -113,17 +114,17 @@ async def test_a_lease_that_ran_out_cuts_no_prefill(start_router: StartRouter) -
     cluster = await start_router(lease_ttl_s=2.0)
     prefill = await cluster.add_prefill()
     await cluster.add_decode()
-    await cluster.until(lambda: cluster.decode.num_streams > 0)
+    await until(lambda: cluster.decode.num_streams > 0)
     prefill.run_s = 10.0
     async with openai.AsyncOpenAI(
         base_url=f"{cluster.url}/v1", api_key="none", max_retries=0
     ) as client:
         request = client.completions.create(model=MODEL, prompt="x", max_tokens=100)
         answer = asyncio.create_task(request)
-        await cluster.until(lambda: len(prefill.seen) == 1)
+        await until(lambda: len(prefill.seen) == 1)
         prefill.fall_silent()
         pool = cluster.service._http.backends.default.pool
-        await cluster.until(lambda: not pool.members(Role.PREFILL))
+        await until(lambda: not pool.members(Role.PREFILL))
         await asyncio.sleep(1.0)  # its channel was to be closed by now
         await prefill.join(cluster.control, common_pb2.ROLE_PREFILL)
         assert (await answer).choices[0].text == ANSWER

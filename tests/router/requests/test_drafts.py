@@ -20,6 +20,7 @@ from runtime.pb import decode_pb2, prefill_pb2
 from runtime.sampling import FinishReason, SamplingParams
 from tests.router.conftest import MODEL, Cluster
 from tests.router.fakes import FakeDecode, Reserved
+from tests.waiting import until
 
 # Of a step: drafts that it verified, and those that were right.
 STEP = st.integers(0, 3).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))
@@ -182,7 +183,7 @@ async def test_attempts_and_streams_that_broke_are_added_up(
 
     monkeypatch.setattr(FakeDecode, "_say", record)
     await cluster.add_decode("decode-1")
-    await cluster.until(lambda: all(decode.num_streams for decode in cluster.decodes))
+    await until(lambda: all(decode.num_streams for decode in cluster.decodes))
     for decode in cluster.decodes:
         decode.num_drafts = 2
         decode.cut_after = 10 if how == "cut" else 0

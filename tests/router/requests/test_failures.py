@@ -22,6 +22,7 @@ from runtime.errors import (
     TransferFailedError,
 )
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
+from tests.waiting import until
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 
@@ -70,14 +71,14 @@ async def test_prefill_fails(start_router: StartRouter, error, status: int, num_
         answered, body = await post(http)
     assert answered == status
     assert body["error"]["message"] == error.message
-    await cluster.until(lambda: len(cluster.decode.aborted) == num_tries)
+    await until(lambda: len(cluster.decode.aborted) == num_tries)
     assert cluster.decode.requests == {}
 
 
 async def test_the_reason_of_a_revoked_ticket_is_decodes(http, cluster: Cluster) -> None:
     cluster.prefill.run_error = RequestCancelledError("decode revoked the ticket")
     task = asyncio.create_task(post(http))
-    await cluster.until(lambda: len(cluster.decode.requests) == 1)
+    await until(lambda: len(cluster.decode.requests) == 1)
     await asyncio.sleep(0.05)
     cluster.decode.fail(OutOfBlocksError("evicted"))
     status, body = await task
@@ -85,7 +86,7 @@ async def test_the_reason_of_a_revoked_ticket_is_decodes(http, cluster: Cluster)
     # Where nobody says why, another try is worth it.
     seen = len(cluster.prefill.seen)
     task = asyncio.create_task(post(http))
-    await cluster.until(lambda: len(cluster.prefill.seen) == seen + 1)
+    await until(lambda: len(cluster.prefill.seen) == seen + 1)
     cluster.prefill.run_error = None
     status, body = await task
     assert (status, body["choices"][0]["text"]) == (200, ANSWER)
@@ -93,7 +94,7 @@ async def test_the_reason_of_a_revoked_ticket_is_decodes(http, cluster: Cluster)
 
 async def test_another_pair_is_tried(http, cluster: Cluster) -> None:
     second = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: second.num_streams > 0)
+    await until(lambda: second.num_streams > 0)
     cluster.decode.reserve_error = OverloadedError("full")
     for _ in range(4):
         status, body = await post(http)
@@ -162,8 +163,8 @@ async def test_the_deadline_covers_every_wait(start_router: StartRouter) -> None
         prefill.run_s, decode.hold_after = 0, 3
         status, body = await post(http)
         assert (status, "decoding" in body["error"]["message"]) == (504, True)
-    await cluster.until(lambda: not decode.requests)
-    await cluster.until(lambda: len(decode.aborted) == 2)
+    await until(lambda: not decode.requests)
+    await until(lambda: len(decode.aborted) == 2)
     assert len(prefill.cancelled) == 1
 
 
@@ -176,17 +177,17 @@ async def test_a_client_that_goes_away_frees_both_legs(
     cluster.prefill.run_s = 30 if phase == "prefilling" else 0
     cluster.decode.hold_after = 3
     task = asyncio.create_task(post(http, stream=stream))
-    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    await until(lambda: len(cluster.prefill.seen) == 1)
     if phase != "queued":
-        await cluster.until(lambda: cluster.prefill.num_computed == 1)
+        await until(lambda: cluster.prefill.num_computed == 1)
     if phase == "decoding":
-        await cluster.until(lambda: any(r.sent for r in cluster.decode.requests.values()))
+        await until(lambda: any(r.sent for r in cluster.decode.requests.values()))
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await cluster.until(lambda: len(cluster.decode.aborted) == 1)
+    await until(lambda: len(cluster.decode.aborted) == 1)
     assert cluster.decode.requests == {}
     if phase != "decoding":
-        await cluster.until(lambda: len(cluster.prefill.cancelled) == 1)
+        await until(lambda: len(cluster.prefill.cancelled) == 1)
     async with http.get("/status") as response:
         assert (await response.json())["num_requests_in_flight"] == 0
 
@@ -194,7 +195,7 @@ async def test_a_client_that_goes_away_frees_both_legs(
 async def test_decode_dies_while_it_streams(http, cluster: Cluster) -> None:
     cluster.decode.hold_after = 3
     task = asyncio.create_task(post(http))
-    await cluster.until(lambda: any(r.sent for r in cluster.decode.requests.values()))
+    await until(lambda: any(r.sent for r in cluster.decode.requests.values()))
     await cluster.decode.die()
     status, body = await asyncio.wait_for(task, 60)
     assert status == 502
@@ -213,11 +214,11 @@ async def test_a_dead_decode_is_noticed_at_once(http, cluster: Cluster) -> None:
 async def test_prefill_dies_while_it_computes(http, cluster: Cluster) -> None:
     cluster.prefill.run_s = 30
     task = asyncio.create_task(post(http))
-    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    await until(lambda: len(cluster.prefill.seen) == 1)
     await cluster.prefill.die()
     status, body = await asyncio.wait_for(task, 60)
     assert (status, body["error"]["code"]) == (502, "worker_lost")
-    await cluster.until(lambda: len(cluster.decode.aborted) == 1)
+    await until(lambda: len(cluster.decode.aborted) == 1)
 
 
 async def test_a_dead_prefill_is_replaced_by_another_within_the_request(
@@ -227,7 +228,7 @@ async def test_a_dead_prefill_is_replaced_by_another_within_the_request(
     for prefill in cluster.prefills:
         prefill.run_s = 0.2
     task = asyncio.create_task(post(http))
-    await cluster.until(lambda: any(prefill.seen for prefill in cluster.prefills))
+    await until(lambda: any(prefill.seen for prefill in cluster.prefills))
     victim = next(prefill for prefill in cluster.prefills if prefill.seen)
     await victim.die()
     status, body = await asyncio.wait_for(task, 60)
@@ -254,7 +255,7 @@ async def leave_and_return(http: aiohttp.ClientSession, cluster: Cluster) -> Non
             await asyncio.sleep(0.05)
     assert (await post(http))[0] == 503
     reborn = await cluster.add_decode("decode-0", port)
-    await cluster.until(lambda: reborn.num_streams > 0)
+    await until(lambda: reborn.num_streams > 0)
     assert await ready() == 200
     assert (await post(http))[0] == 200
 
@@ -262,13 +263,13 @@ async def leave_and_return(http: aiohttp.ClientSession, cluster: Cluster) -> Non
 async def test_a_worker_replaced_behind_the_same_address(http, cluster: Cluster) -> None:
     cluster.decode.hold_after = 3
     task = asyncio.create_task(post(http))
-    await cluster.until(lambda: any(r.sent for r in cluster.decode.requests.values()))
+    await until(lambda: any(r.sent for r in cluster.decode.requests.values()))
     port = int(cluster.decode.address.rpartition(":")[2])
     await cluster.decode.die()
     reborn = await cluster.add_decode("decode-0", port)
     status, body = await asyncio.wait_for(task, 60)
     assert (status, body["choices"][0]["text"]) == (200, ANSWER)
-    await cluster.until(lambda: reborn.num_streams > 0)
+    await until(lambda: reborn.num_streams > 0)
     assert (await post(http))[0] == 200
     assert reborn.seen
 
@@ -289,7 +290,7 @@ async def test_workers_of_different_layouts_are_never_paired(start_router: Start
 async def test_drain_finishes_what_was_admitted(http, cluster: Cluster) -> None:
     cluster.decode.step_s = 0.02
     task = asyncio.create_task(post(http))
-    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
+    await until(lambda: len(cluster.prefill.seen) == 1)
     drain = asyncio.create_task(cluster.service.drain())
     await asyncio.sleep(0.01)
     status, body = await post(http)
@@ -313,7 +314,7 @@ async def test_many_streams_with_random_cancels_leave_nothing(http, cluster: Clu
             assert num_lines > 2
 
     await asyncio.gather(*(one(number) for number in range(100)))
-    await cluster.until(lambda: not cluster.decode.requests)
+    await until(lambda: not cluster.decode.requests)
     async with asyncio.timeout(60):  # decode is told before the router is through
         while await num_in_flight(http):
             await asyncio.sleep(0.01)

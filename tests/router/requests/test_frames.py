@@ -17,6 +17,7 @@ from runtime.errors import ErrorCode, TandemError
 from runtime.pb import common_pb2, decode_pb2, registry_pb2
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.tcp_proxy import Proxy
+from tests.waiting import until
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 KEY = WorkerKey("decode-0", 1, 0)
@@ -44,10 +45,10 @@ async def test_a_stream_that_is_cut_goes_on(http, cluster: Cluster, num_tokens: 
 async def test_a_stream_that_is_cut_while_prefill_computes_goes_on(http, cluster: Cluster) -> None:
     cluster.prefill.holds_runs = True
     task = asyncio.create_task(answer(http))
-    await cluster.until(lambda: len(cluster.prefill.seen) == 1)
-    await cluster.until(lambda: len(cluster.decode.requests) == 1)
+    await until(lambda: len(cluster.prefill.seen) == 1)
+    await until(lambda: len(cluster.decode.requests) == 1)
     cluster.decode.cut_streams()
-    await cluster.until(lambda: cluster.decode.num_streams_ever == 2)
+    await until(lambda: cluster.decode.num_streams_ever == 2)
     cluster.prefill.go_on.set()
     assert await asyncio.wait_for(task, 60) == (200, ANSWER)
     assert len(cluster.decode.seen) == 1
@@ -61,14 +62,14 @@ async def test_a_connection_that_is_cut_costs_no_request(
     await cluster.add_prefill()
     proxy = Proxy()
     decode = await cluster.add_decode(proxy=proxy)
-    await cluster.until(lambda: decode.num_streams > 0)
+    await until(lambda: decode.num_streams > 0)
     decode.hold_after = 3
     async with aiohttp.ClientSession(cluster.url) as http:
         tasks = [asyncio.create_task(answer(http)) for _ in range(20)]
-        await cluster.until(lambda: len(decode.requests) == 20)
-        await cluster.until(lambda: all(len(r.sent) == 2 for r in decode.requests.values()))
+        await until(lambda: len(decode.requests) == 20)
+        await until(lambda: all(len(r.sent) == 2 for r in decode.requests.values()))
         await proxy.cut()
-        await cluster.until(lambda: decode.num_streams_ever == 2)
+        await until(lambda: decode.num_streams_ever == 2)
         decode.go_on.set()
         assert [await task for task in tasks] == [(200, ANSWER)] * 20
     assert len(decode.seen) == 20
@@ -79,11 +80,11 @@ async def test_a_worker_that_refuses_streams_is_lost_at_once(start_router: Start
     cluster = await start_router(resume_timeout_s=600.0)
     await cluster.add_prefill()
     first = await cluster.add_decode()
-    await cluster.until(lambda: first.num_streams > 0)
+    await until(lambda: first.num_streams > 0)
     first.hold_after = 4
     async with aiohttp.ClientSession(cluster.url) as http:
         task = asyncio.create_task(answer(http))
-        await cluster.until(lambda: any(len(r.sent) == 3 for r in first.requests.values()))
+        await until(lambda: any(len(r.sent) == 3 for r in first.requests.values()))
         other = await cluster.add_decode("decode-1")
         first.refuses_streams = True
         first.cut_streams()
@@ -97,11 +98,11 @@ async def test_a_stream_that_does_not_stand_again_in_time_is_lost(
     cluster = await start_router(resume_timeout_s=0.3)
     await cluster.add_prefill()
     first = await cluster.add_decode()
-    await cluster.until(lambda: first.num_streams > 0)
+    await until(lambda: first.num_streams > 0)
     first.hold_after = 4
     async with aiohttp.ClientSession(cluster.url) as http:
         task = asyncio.create_task(answer(http))
-        await cluster.until(lambda: any(len(r.sent) == 3 for r in first.requests.values()))
+        await until(lambda: any(len(r.sent) == 3 for r in first.requests.values()))
         other = await cluster.add_decode("decode-1")
         first.hangs_streams = True
         first.cut_streams()
@@ -112,7 +113,7 @@ async def test_a_stream_that_does_not_stand_again_in_time_is_lost(
 async def test_what_decode_cannot_continue_moves(http, cluster: Cluster) -> None:
     cluster.decode.hold_after = 4
     task = asyncio.create_task(answer(http))
-    await cluster.until(lambda: any(len(r.sent) == 3 for r in cluster.decode.requests.values()))
+    await until(lambda: any(len(r.sent) == 3 for r in cluster.decode.requests.values()))
     other = await cluster.add_decode("decode-1")
     cluster.decode.requests.clear()
     cluster.decode.cut_streams()
@@ -126,10 +127,10 @@ async def test_a_finish_reason_of_a_newer_version_fails_its_request_alone(
 ) -> None:
     cluster.decode.hold_after = 3
     whole = asyncio.create_task(answer(http))
-    await cluster.until(lambda: any(r.sent for r in cluster.decode.requests.values()))
+    await until(lambda: any(r.sent for r in cluster.decode.requests.values()))
     request_id, reserved = next(iter(cluster.decode.requests.items()))
     strange = asyncio.create_task(answer(http))
-    await cluster.until(lambda: len(cluster.decode.requests) == 2)
+    await until(lambda: len(cluster.decode.requests) == 2)
     other = next(name for name in cluster.decode.requests if name != request_id)
     delta = decode_pb2.TokenDelta(request_id=other, finish_reason=77)  # type: ignore[arg-type]
     cluster.decode.send(reserved.request.router_id, [delta])
@@ -204,12 +205,6 @@ class Sink:
         self.lost.append(error)
         if self.is_bad:
             raise ZeroDivisionError
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def open_stream(

@@ -19,6 +19,7 @@ from runtime.errors import (
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.router.fakes import FakeDecode
 from tests.router.outputs import seeded_token
+from tests.waiting import until
 
 LONG = " ".join([ANSWER] * 3)
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
@@ -46,7 +47,7 @@ async def metric(http: aiohttp.ClientSession, name: str) -> float:
 async def add_second(cluster: Cluster) -> FakeDecode:
     """A second decode rank that is ready to take over."""
     other = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: other.num_streams > 0)
+    await until(lambda: other.num_streams > 0)
     return other
 
 
@@ -62,7 +63,7 @@ async def test_decode_dies_after_some_tokens(http, cluster: Cluster, num_tokens:
     expected = await answer_of(http)
     cluster.decode.die_after = num_tokens
     task = asyncio.create_task(answer_of(http))
-    await cluster.until(lambda: len(cluster.decode.seen) == 2)
+    await until(lambda: len(cluster.decode.seen) == 2)
     other = await cluster.add_decode("decode-1")
     assert await asyncio.wait_for(task, 60) == expected
     (reserved,) = other.seen
@@ -78,9 +79,9 @@ async def test_decode_dies_before_the_first_token(http, cluster: Cluster) -> Non
     expected = await answer_of(http)
     cluster.prefill.holds_runs = True
     task = asyncio.create_task(answer_of(http))
-    await cluster.until(lambda: cluster.prefill.num_computed == 2)
+    await until(lambda: cluster.prefill.num_computed == 2)
     await cluster.decode.die()
-    await cluster.until(lambda: len(cluster.prefill.cancelled) == 1)
+    await until(lambda: len(cluster.prefill.cancelled) == 1)
     cluster.prefill.go_on.set()
     other = await cluster.add_decode("decode-1")
     assert await asyncio.wait_for(task, 60) == expected
@@ -90,7 +91,7 @@ async def test_decode_dies_before_the_first_token(http, cluster: Cluster) -> Non
 async def test_the_stream_of_events_goes_on_without_a_gap(http, cluster: Cluster) -> None:
     await add_second(cluster)
     third = await cluster.add_decode("decode-2")
-    await cluster.until(lambda: third.num_streams > 0)
+    await until(lambda: third.num_streams > 0)
     for decode, num_tokens in zip(cluster.decodes, (5, 5, 9), strict=True):
         decode.fail_error, decode.fail_after = PeerLostError("gone"), num_tokens
     texts: list[str] = []
@@ -108,7 +109,7 @@ async def test_prefill_dies_before_the_kv_is_over(http, cluster: Cluster) -> Non
     expected = await answer_of(http)
     cluster.prefill.holds_transfers = True
     task = asyncio.create_task(answer_of(http))
-    await cluster.until(lambda: cluster.prefill.num_transfers == 2)
+    await until(lambda: cluster.prefill.num_transfers == 2)
     await cluster.add_prefill("prefill-1")
     await cluster.prefill.die()
     cluster.decode.fail(TransferFailedError("prefill-0 is lost"))  # it has fenced
@@ -134,7 +135,7 @@ async def test_a_drained_decode_gives_its_requests_away(http, cluster: Cluster) 
     expected = await answer_of(http)
     cluster.decode.hold_after = 6
     task = asyncio.create_task(answer_of(http))
-    await cluster.until(lambda: any(len(r.sent) == 5 for r in cluster.decode.requests.values()))
+    await until(lambda: any(len(r.sent) == 5 for r in cluster.decode.requests.values()))
     await add_second(cluster)
     cluster.decode.drain(DrainingError("decode-0 was told to stop"))
     assert await asyncio.wait_for(task, 60) == expected
@@ -169,7 +170,7 @@ async def test_a_stop_string_is_found_across_the_move(http, cluster: Cluster) ->
         cluster.decode.fail_error, cluster.decode.fail_after = PeerLostError("gone"), num_tokens
         for _ in range(2):
             assert await answer_of(http, stop=stop) == expected
-    await cluster.until(lambda: not any(decode.requests for decode in cluster.decodes))
+    await until(lambda: not any(decode.requests for decode in cluster.decodes))
 
 
 async def test_prompt_logprobs_are_asked_for_once(http, cluster: Cluster) -> None:
@@ -217,7 +218,7 @@ async def test_what_a_worker_that_ended_by_its_own_fault_had_moves_once(
     ended = InternalError("decode-0 rank 0 of 1 failed: bug", worker_ended=True)
     other = await add_second(cluster)
     third = await cluster.add_decode("decode-2")
-    await cluster.until(lambda: third.num_streams > 0)
+    await until(lambda: third.num_streams > 0)
     cluster.decode.fail_error, cluster.decode.fail_after = ended, 3
     for _ in range(3):
         assert await answer_of(http) == expected
@@ -236,13 +237,13 @@ async def test_a_request_waits_for_the_only_worker_to_come_back(
     cluster = await start_router(worker_wait_s=30.0)
     prefill = await cluster.add_prefill()
     decode = await cluster.add_decode()
-    await cluster.until(lambda: decode.num_streams > 0)
+    await until(lambda: decode.num_streams > 0)
     async with aiohttp.ClientSession(cluster.url) as http:
         expected = await answer_of(http)
         victim = prefill if role == "prefill" else decode
         decode.hold_after, prefill.holds_runs = 3, role == "prefill"
         task = asyncio.create_task(answer_of(http))
-        await cluster.until(lambda: len(prefill.seen) == 2)
+        await until(lambda: len(prefill.seen) == 2)
         decode.hold_after = 0 if role == "prefill" else 3
         await victim.die()
         await asyncio.sleep(1.0)
@@ -284,6 +285,6 @@ async def test_an_output_that_is_whole_is_ended_and_not_moved(http, cluster: Clu
     expected = await answer_of(http, max_tokens=4)
     cluster.decode.fail_error, cluster.decode.loses_finish = PeerLostError("gone"), True
     task = asyncio.create_task(answer_of(http, max_tokens=4))
-    await cluster.until(lambda: len(cluster.decode.seen) == 2)
+    await until(lambda: len(cluster.decode.seen) == 2)
     assert await asyncio.wait_for(task, 60) == expected
     assert len(cluster.decode.seen) == 2

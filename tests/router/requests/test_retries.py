@@ -20,6 +20,7 @@ from runtime.errors import (
 )
 from runtime.watchdog import StepOverdueError
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
+from tests.waiting import until
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 LOST = TransferFailedError("the KV was lost")
@@ -43,7 +44,7 @@ async def stream(http: aiohttp.ClientSession) -> tuple[str, dict | None]:
 async def test_another_pair_continues_the_stream(http, cluster: Cluster, error) -> None:
     second = await cluster.add_prefill("prefill-1")
     other_decode = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: other_decode.num_streams > 0)
+    await until(lambda: other_decode.num_streams > 0)
     cluster.prefill.transfer_error = error
     for _ in range(4):
         assert await stream(http) == (ANSWER, None)
@@ -51,7 +52,7 @@ async def test_another_pair_continues_the_stream(http, cluster: Cluster, error) 
     failed = {request.request_id for request in cluster.prefill.seen}
     retried = {request.request_id for request in second.seen}
     assert {f"{request_id}-r1" for request_id in failed} <= retried
-    await cluster.until(lambda: not cluster.decode.requests and not other_decode.requests)
+    await until(lambda: not cluster.decode.requests and not other_decode.requests)
 
 
 async def test_the_only_pair_tries_again_and_then_answers(start_router: StartRouter) -> None:
@@ -65,7 +66,7 @@ async def test_the_only_pair_tries_again_and_then_answers(start_router: StartRou
     assert error is not None
     assert (error["code"], error["message"]) == ("kv_transfer_failed", LOST.message)
     assert prefill.num_transfers == 3
-    await cluster.until(lambda: decode.requests == {})
+    await until(lambda: decode.requests == {})
 
 
 async def test_a_passing_failure_costs_nothing_but_time(http, cluster: Cluster) -> None:
@@ -79,14 +80,14 @@ async def test_decode_fails_while_prefill_computes(http, cluster: Cluster) -> No
     """Both legs are watched: prefill is told to stop, and the client has decode's reason."""
     cluster.prefill.run_s = 30
     task = asyncio.create_task(stream(http))
-    await cluster.until(lambda: cluster.prefill.num_computed == 1)
+    await until(lambda: cluster.prefill.num_computed == 1)
     request_id = cluster.decode.fail(OutOfBlocksError("evicted"))
     async with http.post("/v1/completions", json=BODY | {"model": "none"}):
         pass  # the router goes on serving
     _, error = await asyncio.wait_for(task, 60)
     assert error is not None
     assert error["code"] == "out_of_kv_blocks"
-    await cluster.until(lambda: cluster.prefill.cancelled == [request_id])
+    await until(lambda: cluster.prefill.cancelled == [request_id])
 
 
 @pytest.mark.parametrize("error", [LOST, PeerLostError("prefill-0 cannot go on")])
@@ -94,7 +95,7 @@ async def test_a_ticket_that_failed_is_not_decode_s_fault(http, cluster: Cluster
     """Its frames may say so before prefill does: the only decode worker is tried again."""
     cluster.prefill.run_s = 30
     task = asyncio.create_task(stream(http))
-    await cluster.until(lambda: cluster.prefill.num_computed == 1)
+    await until(lambda: cluster.prefill.num_computed == 1)
     other = await cluster.add_prefill("prefill-1")
     request_id = cluster.decode.fail(error)
     assert await asyncio.wait_for(task, 60) == (ANSWER, None)
@@ -106,7 +107,7 @@ async def test_a_reservation_in_a_broken_group_is_made_in_another(
     http, cluster: Cluster, error
 ) -> None:
     other = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: other.num_streams > 0)
+    await until(lambda: other.num_streams > 0)
     cluster.decode.reserve_error = error
     for _ in range(4):
         assert await stream(http) == (ANSWER, None)
@@ -122,7 +123,7 @@ async def test_what_decode_answers_to_a_claim_is_no_fault_of_prefill(
     """The prefill worker passes it on, is not avoided, and is used again."""
     await cluster.add_prefill("prefill-1")
     other = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: other.num_streams > 0)
+    await until(lambda: other.num_streams > 0)
     cluster.decode.claim_error = error
     for _ in range(4):
         assert await stream(http) == (ANSWER, None)
@@ -144,7 +145,7 @@ async def test_what_prefill_tells_decode_is_no_fault_of_decode(
 ) -> None:
     cluster.prefill.run_s = 30
     task = asyncio.create_task(stream(http))
-    await cluster.until(lambda: cluster.prefill.num_computed == 1)
+    await until(lambda: cluster.prefill.num_computed == 1)
     other = await cluster.add_prefill("prefill-1")
     error.relayed_from = "prefill-0/0"
     request_id = cluster.decode.fail(error)
@@ -172,7 +173,7 @@ async def test_a_prompt_of_a_prefill_group_that_ends_goes_to_another(
 @pytest.mark.parametrize("num_tokens", [1, 3])
 async def test_a_lost_group_costs_no_request(http, cluster: Cluster, num_tokens: int) -> None:
     other = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: other.num_streams > 0)
+    await until(lambda: other.num_streams > 0)
     lost = PeerLostError("decode-0 rank 0 of 2 cannot go on")
     cluster.decode.fail_error, cluster.decode.fail_after = lost, num_tokens
     assert [await stream(http) for _ in range(4)] == [(ANSWER, None)] * 4
@@ -185,7 +186,7 @@ async def test_a_decode_that_does_not_answer_is_left(
     monkeypatch.setattr(attempt_module, "RESERVE_TIMEOUT_S", 0.3)
     cluster.decode.reserve_s = 60.0
     task = asyncio.create_task(stream(http))
-    await cluster.until(lambda: len(cluster.decode.seen) == 1)
+    await until(lambda: len(cluster.decode.seen) == 1)
     other = await cluster.add_decode("decode-1")
     assert await asyncio.wait_for(task, 60) == (ANSWER, None)
     assert len(other.seen) == 1

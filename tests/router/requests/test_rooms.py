@@ -24,6 +24,7 @@ from tests.router.deltas import tell_load
 from tests.router.fakes import FakeDecode
 from tests.router.requests.test_migration import answer_of, metric
 from tests.router.routing.pools import decode, load, pool_of, prefill
+from tests.waiting import until
 
 BLOCKED = load(3, num_requests_blocked=1, num_total_blocks=10)
 OPEN = load(1, num_free_blocks=10, num_total_blocks=10)
@@ -148,7 +149,7 @@ async def http(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
 
 async def add_roomy(cluster: Cluster) -> FakeDecode:
     other = await cluster.add_decode("decode-1")
-    await cluster.until(lambda: other.num_streams > 0)
+    await until(lambda: other.num_streams > 0)
     tell_load(other)
     return other
 
@@ -158,7 +159,7 @@ async def test_a_request_moves_to_room_and_nobody_is_to_blame(
 ) -> None:
     cluster.decode.blocks = asyncio.Event()
     task = asyncio.create_task(answer_of(http))
-    await cluster.until(lambda: bool(cluster.prefill.seen))
+    await until(lambda: bool(cluster.prefill.seen))
     other = await add_roomy(cluster)
     tell_load(cluster.decode)
     answer = await asyncio.wait_for(task, 60)
@@ -166,7 +167,7 @@ async def test_a_request_moves_to_room_and_nobody_is_to_blame(
     first, second = cluster.prefill.seen
     assert (first.waited_s, second.waited_s > 0.0) == (0.0, True), "it keeps its turn"
     assert [request.request_id for request in other.seen] == [f"{first.request_id}-r1"]
-    await cluster.until(lambda: not cluster.decode.requests)
+    await until(lambda: not cluster.decode.requests)
     assert await metric(http, "pd_router_room_moves_total") == 1
     assert await metric(http, "pd_router_migrations_total") == 0
     pool = cluster.service._http.backends.default.pool  # type: ignore[union-attr]
@@ -180,11 +181,11 @@ async def test_a_request_with_its_ticket_stays(
     """Its prompt is being computed, and others of its rank wait for blocks."""
     cluster.prefill.holds_runs = True
     task = asyncio.create_task(answer_of(http))
-    await cluster.until(lambda: cluster.prefill.num_computed == 1)
+    await until(lambda: cluster.prefill.num_computed == 1)
     cluster.decode.blocks = asyncio.Event()
     other = await add_roomy(cluster)
     tell_load(cluster.decode)
-    await cluster.until(lambda: bool(cluster.decode.kept))
+    await until(lambda: bool(cluster.decode.kept))
     cluster.prefill.go_on.set()
     assert (await asyncio.wait_for(task, 60))["choices"][0]["text"] == ANSWER
     assert not other.seen
@@ -197,13 +198,13 @@ async def test_a_request_that_has_tokens_does_not_move(
     looks = count_looks(monkeypatch)
     cluster.decode.hold_after = 3
     task = asyncio.create_task(answer_of(http))
-    await cluster.until(lambda: any(r.sent for r in cluster.decode.requests.values()))
+    await until(lambda: any(r.sent for r in cluster.decode.requests.values()))
     cluster.decode.blocks = asyncio.Event()
     other = await add_roomy(cluster)
     tell_load(cluster.decode)
     cluster.prefill.holds_runs = True
     waiting = asyncio.create_task(answer_of(http))  # so that there are looks at all
-    await cluster.until(lambda: len(looks) > 10 and bool(other.seen))
+    await until(lambda: len(looks) > 10 and bool(other.seen))
     cluster.decode.go_on.set()
     cluster.prefill.go_on.set()
     assert (await asyncio.wait_for(task, 60))["choices"][0]["text"] == ANSWER
@@ -219,15 +220,15 @@ async def test_a_request_does_not_swing_between_ranks(
     looks = count_looks(monkeypatch)
     cluster.decode.blocks = asyncio.Event()
     task = asyncio.create_task(answer_of(http))
-    await cluster.until(lambda: bool(cluster.prefill.seen))
+    await until(lambda: bool(cluster.prefill.seen))
     other = await add_roomy(cluster)
     tell_load(cluster.decode)
     other.blocks = asyncio.Event()
-    await cluster.until(lambda: len(cluster.prefill.seen) == 2 and not cluster.decode.requests)
+    await until(lambda: len(cluster.prefill.seen) == 2 and not cluster.decode.requests)
     tell_load(other)
     tell_load(cluster.decode)  # now it has room
     since = len(looks)
-    await cluster.until(lambda: len(looks) > since + 20)
+    await until(lambda: len(looks) > since + 20)
     assert len(cluster.decode.seen) == 1, "it was here before"
     other.blocks.set()
     assert (await asyncio.wait_for(task, 60))["choices"][0]["text"] == ANSWER

@@ -13,6 +13,7 @@ from runtime.config import RouterSection
 from runtime.errors import DeadlineExceededError
 from runtime.sampling import SamplingParams
 from tests.router.conftest import ANSWER, MODEL, StartRouter
+from tests.waiting import until
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 LONG_S = 60.0
@@ -126,7 +127,7 @@ async def test_a_limit_is_answered_504_and_frees_both_legs(
             assert (response.status, error["code"]) == (504, "timeout")
             assert response.headers["x-should-retry"] == "false"
         assert f"(router.{setting}) are over while {phase}" in error["message"]
-        await cluster.until(lambda: len(decode.aborted) == 1)
+        await until(lambda: len(decode.aborted) == 1)
         assert decode.requests == {}
         if phase != "decoding":
-            await cluster.until(lambda: len(prefill.cancelled) == 1)
+            await until(lambda: len(prefill.cancelled) == 1)

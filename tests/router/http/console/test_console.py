@@ -19,6 +19,7 @@ from tests.router.conftest import MODEL, Cluster, StartRouter
 from tests.router.fakes import FakeDecode, FakePrefill
 from tests.router.http.console.crowd import Crowd, ask
 from tests.router.http.test_operations import start, wait_ready, workers, write_config
+from tests.waiting import until
 
 __all__ = ["workers"]
 FOLDER = Path(console_module.__file__).parent
@@ -223,7 +224,7 @@ async def test_one_snapshot_a_second_is_built_for_all_and_none_for_nobody(
         assert built < 16, "eight viewers of at least three snapshots"
         for stream in streams:
             stream.close()
-    await cluster.until(lambda: console._num_viewers == 0)
+    await until(lambda: console._num_viewers == 0)
     before = built
     await asyncio.sleep(1.2)
     assert built == before
@@ -237,7 +238,7 @@ async def test_viewers_are_bounded(cluster: Cluster, monkeypatch) -> None:
             async with http.get("/console/data") as second:
                 assert second.status == 503
                 assert (await second.json())["error"]["code"] == "too_many_viewers"
-        await cluster.until(lambda: cluster.service._http._console._num_viewers == 0)
+        await until(lambda: cluster.service._http._console._num_viewers == 0)
         async with http.get("/console/data") as third:
             assert third.status == 200
 
@@ -263,7 +264,7 @@ async def test_a_fault_of_the_console_does_not_end_the_router(
         raise OSError("the disk is full")
 
     monkeypatch.setattr(console._observer, "keep_history", fail)
-    await cluster.until(lambda: "the console failed" in caplog.text)
+    await until(lambda: "the console failed" in caplog.text)
     await asyncio.sleep(1.2)
     assert caplog.text.count("the console failed") == 1
     async with http.post("/v1/completions", json=BODY) as response:

@@ -27,6 +27,7 @@ from tests.router.fakes import FakeDecode
 from tests.router.http.console.browser import Tab, chromium, open_tab
 from tests.router.http.console.crowd import Crowd, ask
 from tests.router.pool.test_rank_watch import blocks_of
+from tests.waiting import until
 from tests.worker.counted_rank import EXPERTS, Rank, make_experts
 from worker.expert_service import add_experts
 
@@ -352,16 +353,16 @@ async def test_rows_of_ranks_by_layers_are_recorded_while_somebody_looks(
             "new MouseEvent('mouseover', {bubbles: true}))"
         )
         assert await text_of(tab, "#experts-at") == "layer 1, rank 1: 1.60 times the mean"
-        await cluster.until(lambda: rank.num_followers > 0)  # the next look, at nothing yet
+        await until(lambda: rank.num_followers > 0)  # the next look, at nothing yet
         for is_hidden in (True, False):
             await tab.evaluate(
                 "Object.defineProperty(document, 'hidden',"
                 f" {{value: {json.dumps(is_hidden)}, configurable: true}});"
                 "document.dispatchEvent(new Event('visibilitychange'))"
             )
-            await cluster.until(lambda is_hidden=is_hidden: is_hidden != (rank.num_followers > 0))
+            await until(lambda is_hidden=is_hidden: is_hidden != (rank.num_followers > 0))
         await tab.evaluate("document.querySelector('#record').click()")
-        await cluster.until(lambda: rank.num_followers == 0)
+        await until(lambda: rank.num_followers == 0)
         assert await tab.evaluate("document.querySelector('#experts-body').hidden")
         await asyncio.sleep(2.5)
         assert rank.num_followers == 0, "nor is it asked again"
