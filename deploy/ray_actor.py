@@ -220,7 +220,8 @@ class RaySupervisor:
         """See ``ChildActor.remember``; None also where it does not answer."""
         memory: Memory | None = None
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            memory = await asyncio.wait_for(self._actor.remember.remote(), _ANSWER_TIMEOUT_S)
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                memory = await self._actor.remember.remote()
         return memory
 
     async def poll(self) -> ChildReport:
@@ -248,8 +249,8 @@ class RaySupervisor:
     async def read_log(self, offset: int, limit: int) -> LogPiece:
         """See ``Supervisor.read_log``."""
         try:
-            answer = self._actor.read_log.remote(offset, limit)
-            piece: LogPiece = await asyncio.wait_for(answer, _ANSWER_TIMEOUT_S)
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                piece: LogPiece = await self._actor.read_log.remote(offset, limit)
         except (self._ray.exceptions.RayError, TimeoutError) as error:
             raise SupervisorLostError(str(error) or "it does not answer") from error
         return piece
@@ -257,20 +258,23 @@ class RaySupervisor:
     async def terminate(self) -> None:
         """See ``Supervisor.terminate``."""
         with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-            await asyncio.wait_for(self._actor.terminate.remote(), _ANSWER_TIMEOUT_S)
+            async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                await self._actor.terminate.remote()
 
     async def kill(self) -> None:
         """See ``Supervisor.kill``."""
         if not self._is_lost:
             with contextlib.suppress(self._ray.exceptions.RayError, TimeoutError):
-                await asyncio.wait_for(self._actor.kill.remote(), _ANSWER_TIMEOUT_S)
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
+                    await self._actor.kill.remote()
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(self._actor)
 
     async def _call(self, answer: Any, what: str) -> Any:
         exceptions = self._ray.exceptions
         try:
-            return await asyncio.wait_for(answer, _START_TIMEOUT_S)
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                return await answer
         except TimeoutError:
             problem = f"Ray has not started {what} within {_START_TIMEOUT_S:g} s"
             raise ClusterError(f"{problem}; `ray status` says how its hosts are") from None
