@@ -140,9 +140,13 @@ def test_chunks_change_nothing_and_its_latents_are_its_own(tmp_path: Path) -> No
     assert torch.equal(plain_pool.data, pools[0].data[:, :3])
 
 
-def test_of_rows_that_are_not_asked_about_it_leaves_its_latents_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("q_lora_rank", [24, None])  # None: queries are made of whole rows
+def test_of_rows_that_are_not_asked_about_it_leaves_its_latents_alone(
+    tmp_path: Path, q_lora_rank: int | None
+) -> None:
     """Those that are, guess what they would among all others, and alone have experts."""
-    model = build_model(write_checkpoint(tmp_path), with_mtp=True)
+    config = tiny_config(q_lora_rank=q_lora_rank)
+    model = build_model(write_checkpoint(tmp_path, config), with_mtp=True)
     pools = [build_kv_pool(model, 31, block_size=8) for _ in range(2)]
     batch, place_S = make_step([3, 3], [9, 2]), torch.tensor([1, 2])
     last = LastRows(place_S=place_S, num_rows=3, num_seqs=torch.tensor([2]))
