@@ -103,9 +103,9 @@ async def test_routers_share_the_decode_ranks_and_the_last_one_has_them_alone(
     clusters[0].decodes.append(decode)
     await decode.start(",".join(cluster.control for cluster in clusters))
     admissions = [cluster.service._http.backends.default.admission for cluster in clusters]  # type: ignore[union-attr]
-    await clusters[0].until(lambda: [one.limit for one in admissions] == [15, 15])
+    await until(lambda: [one.limit for one in admissions] == [15, 15])
     await clusters[1].service.shutdown()
-    await clusters[0].until(lambda: admissions[0].limit == 30)
+    await until(lambda: admissions[0].limit == 30)
 
 
 async def test_draining_answers_who_waits_in_the_queue(start_router: StartRouter) -> None:
