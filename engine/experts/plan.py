@@ -3,29 +3,24 @@
 A plan is data: the planner says what it expects in *time*, and refuses what does not pay; who moves
 experts follows its rounds one by one. Pure, on the host.
 
-Each layer chooses for itself among standing still, a few moves from where it stands
-(`engine.experts.rearrange`) and, where that does not even it, placements computed afresh
-(`engine.experts.balance`): whichever saves most time over the passes that the load is expected to
-last, less the time that the moves take. So no layer becomes slower, by the model; and what all of
-them save must be worth a plan.
+Each layer chooses for itself among what `engine.experts.candidates` finds: whichever saves most
+time over the passes that the load is expected to last, less the time that the moves take. So no
+layer becomes slower, by the model; and what all of them save must be worth a plan.
 
 Letters in shapes: N rows of a window, L MoE layers, E logical experts, P physical slots, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from engine.experts.affinity import join_pairs
-from engine.experts.balance import balance_layers
 from engine.experts.balancedness import Balancedness, balancedness_of, copies_of, rank_rows
+from engine.experts.candidates import choose_by_layer, find_candidates
 from engine.experts.moves import order_moves
-from engine.experts.rearrange import keep_slots, rearrange
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,10 +32,6 @@ if TYPE_CHECKING:
 
 _SAMPLED_ROWS: Final = 12
 """Of a window, by which placements are compared: enough for the mean pass of all layers."""
-_POINTS: Final = 4
-"""In time, that a placement computed afresh evens out together."""
-_GOOD_ENOUGH: Final = 0.97
-"""Balancedness of a layer's sums that no fresh placement is computed beyond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +132,15 @@ def plan_placement(
     each_move = model.s_per_network_move if num_hosts > 1 else model.s_per_link_move
     # Ranks receive side by side, so a layer's moves take the time of one rank's share of them.
     s_per_move = each_move / num_ranks / terms.horizon_passes
-    candidates = _candidates(window, current_LP, num_ranks, num_hosts)
-    chosen_LP, now_L, then_L = _choose(current_LP, candidates, seconds_L, s_per_move)
+    candidates = find_candidates(
+        window.counts_NLE,
+        current_LP,
+        num_ranks=num_ranks,
+        num_hosts=num_hosts,
+        num_groups=window.num_groups,
+        coactivation_LEE=window.coactivation_LEE,
+    )
+    chosen_LP, now_L, then_L = choose_by_layer(current_LP, candidates, seconds_L, s_per_move)
     moves_L = (chosen_LP != current_LP).sum(axis=1)
     # What saves most for each move comes first: one may stop behind any round.
     order = np.argsort((then_L - now_L) / np.maximum(moves_L, 1), kind="stable")
@@ -163,72 +161,6 @@ def plan_placement(
         expectation=expectation,
         refusal=refusal,
     )
-
-
-def _candidates(
-    window: ExpertTrace, current_LP: NDArray[np.int64], num_ranks: int, num_hosts: int
-) -> list[NDArray[np.int64]]:
-    """Placements of all layers that may be better, those of few moves first."""
-    load_LE = window.counts_NLE.sum(axis=0).astype(np.float64)
-    few_LP = rearrange(current_LP, load_LE, num_ranks=num_ranks)
-    found = [few_LP]
-    if 1 < num_ranks <= window.num_groups:
-        # Ranks that have room for whole groups: those together save tokens their ways.
-        whole = window.num_groups
-        found.append(rearrange(current_LP, load_LE, num_ranks=num_ranks, num_groups=whole))
-    pairs_LEE = window.coactivation_LEE
-    if num_hosts > 1 and pairs_LEE is not None:
-        found.append(
-            join_pairs(few_LP, load_LE, pairs_LEE, num_ranks=num_ranks, num_hosts=num_hosts)
-        )
-    rows_LR = rank_rows(load_LE[None], few_LP, num_ranks)[0]
-    even_L = rows_LR.mean(axis=1) >= _GOOD_ENOUGH * rows_LR.max(axis=1)
-    # Hosts are worth whole groups of experts even where ranks are even.
-    forms = [(1, 1)] if num_hosts == 1 else [(1, 1), (window.num_groups, num_hosts)]
-    for groups, hosts in forms:
-        layers = np.flatnonzero(~even_L) if hosts == 1 else np.arange(len(even_L))
-        if not len(layers) or (hosts > 1 and groups % hosts):
-            continue
-        parts = np.array_split(window.counts_NLE[:, layers], min(_POINTS, window.num_rows))
-        points_TLE = np.stack([part.sum(axis=0) for part in parts]).astype(np.float64)
-        fresh_LP = balance_layers(
-            points_TLE,
-            num_slots=current_LP.shape[1],
-            num_ranks=num_ranks,
-            num_groups=groups,
-            num_hosts=hosts,
-        )
-        kept_LP = keep_slots(
-            current_LP[layers], fresh_LP, num_ranks=num_ranks, num_hosts=1 if hosts == 1 else hosts
-        )
-        whole_LP = few_LP.copy()
-        whole_LP[layers] = kept_LP
-        found.append(whole_LP)
-    return found
-
-
-def _choose(
-    current_LP: NDArray[np.int64],
-    candidates: Sequence[NDArray[np.int64]],
-    seconds_L: Callable[[NDArray[np.int64]], NDArray[np.float64]],
-    s_per_move: float,
-) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
-    """For each layer what saves most of a pass, less its moves; standing still saves nothing.
-
-    Returns:
-        The placement, and [L] seconds of each layer in a pass, as experts stand now and in it.
-    """
-    now_L = seconds_L(current_LP)
-    chosen_LP, then_L, best_L = current_LP, now_L, np.zeros(len(now_L))
-    for candidate_LP in candidates:
-        moves_L = (candidate_LP != current_LP).sum(axis=1)
-        candidate_L = seconds_L(candidate_LP)
-        saved_L = now_L - candidate_L - moves_L * s_per_move
-        is_better_L = saved_L > best_L
-        chosen_LP = np.where(is_better_L[:, None], candidate_LP, chosen_LP)
-        then_L = np.where(is_better_L, candidate_L, then_L)
-        best_L = np.maximum(saved_L, best_L)
-    return chosen_LP, now_L, then_L
 
 
 def _gain(before_s: float, after_s: float, other_s: float) -> float:
