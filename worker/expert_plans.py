@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from engine.experts.counted import CountedExperts
-from engine.experts.even_plan import plan_even_rows
+from engine.experts.even_plan import even_rounds
 from engine.experts.gpu_rates import CPU, GpuRates, rates_of_device
 from engine.experts.group_planner import MakePlan, Numbers
 from engine.experts.moves import Round
@@ -90,7 +90,7 @@ def open_expert_plans(
 
         def make(window: LoadWindow, table_LP: Numbers) -> Sequence[Round]:
             num_ranks = experts.num_ranks
-            return process(plan_even_rows, window, table_LP, num_ranks=num_ranks, min_gain=min_gain)
+            return process(even_rounds, window, table_LP, num_ranks=num_ranks, min_gain=min_gain)
 
         return ExpertPlans(make=make, counts=None, close=process.close)
     served = ServedExperts.of(

@@ -1,6 +1,6 @@
 """What plans reach on synthetic skew, and how long they take.
 
-    python -m bench.experts.command [--repeats 20]
+    python -m bench.experts.command [--repeats 20] [--objective rows]
 
 Prints a line for each case: planned from window 1, measured on window 2 (`bench.experts.skew`), and
 then the milliseconds of a plan of 61 layers. Pure CPU, one thread of our own.
@@ -22,7 +22,7 @@ from engine.experts.balancedness import even_placement
 from engine.experts.moves import order_moves
 from engine.experts.plan import plan_placement
 from engine.experts.rearrange import rearrange
-from engine.experts.simulation import Cluster, simulate
+from engine.experts.simulation import Cluster, Objective, simulate
 from engine.experts.time_model import TimeModel
 
 
@@ -58,12 +58,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=20, help="of every timing")
+    parser.add_argument(
+        "--objective", choices=("time", "rows"), default="time", help="of plans (default: time)"
+    )
     arguments = parser.parse_args(argv)
     titles = "case redundant experts balancedness of_floor worst gain moves GB steps"
     print(f"| {' | '.join(titles.split())} |".replace("_", " "))
     print("|---|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
-        _print_case(case)
+        _print_case(case, arguments.objective)
     print()
     print("| 61 layers x 256 experts | ms, median (least) of the wall clock | CPU ms |")
     print("|---|---|---|")
@@ -71,10 +74,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         _print_speed(num_ranks, num_redundant, arguments.repeats)
 
 
-def _print_case(case: Case) -> None:
+def _print_case(case: Case, objective: Objective) -> None:
     trace = skewed_windows(role=case.role, tokens=case.tokens)
     simulation = simulate(
-        trace, case.cluster, redundant=case.redundant, model=TimeModel.of_trace(trace)
+        trace,
+        case.cluster,
+        redundant=case.redundant,
+        model=TimeModel.of_trace(trace),
+        objective=objective,
     )
     for outcome in simulation.outcomes:
         now, floor, moved = outcome.balancedness, outcome.floor, outcome.moved

@@ -38,19 +38,20 @@ tandem experts simulate prefill.npz --ranks 8
 tandem experts simulate decode.npz --ranks 72 --redundant 32 --hosts 9
 tandem experts simulate prefill.npz --ranks 8 --redundant 0..64
 tandem experts simulate prefill.npz --ranks 8 --redundant auto
+tandem experts simulate decode.npz --ranks 8 --objective rows
 tandem experts simulate prefill.npz --ranks 8 --redundant 32 --role prefill --other-ms 220 --json
 """,
     )
-    parser.add_argument(
-        "trace", type=Path, metavar="TRACE", help="a file that tandem experts record wrote"
-    )
+    written = "a file that tandem experts record wrote"
+    parser.add_argument("trace", type=Path, metavar="TRACE", help=written)
     numbers = (
-        ("--ranks", "N", "expert-parallel ranks (default: as recorded)"),
-        ("--hosts", "N", "that neighbouring ranks share (default: one for every 8 ranks)"),
-        ("--window", "N", "rows to plan from (default: the first half)"),
+        ("--ranks", None, "expert-parallel ranks (default: as recorded)"),
+        ("--hosts", None, "that neighbouring ranks share (default: one for every 8 ranks)"),
+        ("--window", None, "rows to plan from (default: the first half)"),
+        ("--horizon", 2000, "passes for which moved experts are of use (default: %(default)s)"),
     )
-    for flag, metavar, meaning in numbers:
-        parser.add_argument(flag, type=int, metavar=metavar, help=meaning)
+    for flag, default, meaning in numbers:
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=meaning)
     parser.add_argument(
         "--redundant",
         default="0",
@@ -60,6 +61,12 @@ tandem experts simulate prefill.npz --ranks 8 --redundant 32 --role prefill --ot
     )
     parser.add_argument(
         "--role", choices=("prefill", "decode"), help="refuse a trace of the other role"
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("time", "rows"),
+        default="time",
+        help="what plans have to better, as rebalance_objective (default: time)",
     )
     parser.add_argument(
         "--gpu",
@@ -73,13 +80,6 @@ tandem experts simulate prefill.npz --ranks 8 --redundant 32 --role prefill --ot
         default=0.0,
         metavar="MS",
         help="of a pass outside experts (default: 0: gains of the experts' part alone)",
-    )
-    parser.add_argument(
-        "--horizon",
-        type=int,
-        default=2000,
-        metavar="PASSES",
-        help="for how long moved experts are of use (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="one object, for programs")
     parser.set_defaults(command=run_simulate)
@@ -113,6 +113,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         model=TimeModel.of_trace(trace, rates, other_s_per_pass=arguments.other_ms / 1e3),
         num_window_rows=arguments.window,
         terms=Terms(horizon_passes=arguments.horizon),
+        objective=arguments.objective,
     )
     if arguments.json:
         replayed = {"ranks": ranks, "hosts": hosts, "gpu": rates.name}

@@ -10,6 +10,7 @@ Letters in shapes: N rows of a window, L MoE layers, E logical experts, P physic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -26,6 +27,21 @@ _POINTS: Final = 4
 """In time, that a placement computed afresh evens out together."""
 _GOOD_ENOUGH: Final = 0.97
 """Balancedness of a layer's sums that no fresh placement is computed beyond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Choice:
+    """What the layers took.
+
+    Attributes:
+        placement_LP: [L, P] int64, the logical expert of every slot.
+        now_L: [L] what layers cost as experts stand now.
+        then_L: the same as they stand in it.
+    """
+
+    placement_LP: NDArray[np.int64]
+    now_L: NDArray[np.float64]
+    then_L: NDArray[np.float64]
 
 
 def find_candidates(
@@ -89,7 +105,7 @@ def choose_by_layer(
     candidates: Sequence[NDArray[np.int64]],
     cost_L: Callable[[NDArray[np.int64]], NDArray[np.float64]],
     cost_per_move: float,
-) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]:
+) -> Choice:
     """Choose for each layer what saves most, less its moves; standing still saves nothing.
 
     Args:
@@ -97,9 +113,6 @@ def choose_by_layer(
         candidates: other placements.
         cost_L: what each layer of a placement costs, [L]: seconds of a pass, or rows.
         cost_per_move: in the same.
-
-    Returns:
-        The placement, and [L] the cost of each layer as experts stand now and in it.
     """
     now_L = cost_L(current_LP)
     chosen_LP, then_L, best_L = current_LP, now_L, np.zeros(len(now_L))
@@ -111,4 +124,4 @@ def choose_by_layer(
         chosen_LP = np.where(is_better_L[:, None], candidate_LP, chosen_LP)
         then_L = np.where(is_better_L, candidate_L, then_L)
         best_L = np.maximum(saved_L, best_L)
-    return chosen_LP, now_L, then_L
+    return Choice(placement_LP=chosen_LP, now_L=now_L, then_L=then_L)

@@ -1,45 +1,92 @@
-"""The way to the most even rows that `balance_layers` finds, if it is worth it."""
+"""Plans by rows: the fewest moves to ranks of even rows, whatever those are worth in time.
+
+For GPUs of which no rates are known, and to see moves happen where time refuses them. Layers choose
+among the same placements as by time (`engine.experts.candidates`), and moves cost nothing; so a
+layer that few moves even out is not placed afresh.
+
+Letters in shapes: N rows of a window, L MoE layers, E logical experts, P physical slots, R ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
-from engine.experts.balance import balance_layers
 from engine.experts.balancedness import rank_rows
-from engine.experts.moves import Round, order_moves
+from engine.experts.candidates import choose_by_layer, find_candidates
+from engine.experts.plan import Expectation, Plan, plan_of, refuse_small_gain, sample_rows
 from engine.experts.told_rounds import ToldRounds
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
+    from engine.experts.moves import Round
     from engine.experts.windows import LoadWindow
+
+_SAMPLED_ROWS: Final = 256
+"""Of a window, by which placements are compared: passes of few tokens differ much."""
 
 
 def plan_even_rows(
+    counts_NLE: NDArray[np.int64],
+    current_LP: NDArray[np.int64],
+    *,
+    num_ranks: int,
+    min_gain: float,
+    expert_bytes: int = 0,
+) -> Plan:
+    """Plan from what experts got; a layer that would not become better stays as it is.
+
+    Args:
+        counts_NLE: int64, of one pass or more in each row.
+        current_LP: int64, the logical expert of every slot now.
+        num_ranks: R, that share the experts.
+        min_gain: by which share the rows of the fullest ranks, summed over layers and passes, have
+            to become fewer; else nothing moves.
+        expert_bytes: that a move copies, for what the plan says of itself.
+
+    Returns:
+        A plan whose gain is that share.
+    """
+    sample_NLE = sample_rows(counts_NLE, _SAMPLED_ROWS)
+
+    def fullest_rows(placement_LP: NDArray[np.int64]) -> NDArray[np.float64]:
+        rows_L: NDArray[np.float64] = (
+            rank_rows(sample_NLE, placement_LP, num_ranks).max(axis=2).sum(axis=0)
+        )
+        return rows_L
+
+    candidates = find_candidates(counts_NLE, current_LP, num_ranks=num_ranks)
+    return plan_of(
+        current_LP,
+        choose_by_layer(current_LP, candidates, fullest_rows, 0.0),
+        sample_NLE,
+        num_ranks=num_ranks,
+        expert_bytes=expert_bytes,
+        other=0.0,
+        refuse=partial(_refusal, min_gain),
+    )
+
+
+def even_rounds(
     window: LoadWindow, table_LP: NDArray[np.int64], *, num_ranks: int, min_gain: float
 ) -> Sequence[Round]:
-    """Plan from what experts got; a layer that would not become better stays as it is.
+    """Plan for a running instance: the rounds as they are told, none where nothing is to move.
 
     Args:
         window: of all ranks.
         table_LP: the expert of every slot now.
-        num_ranks: that share the experts.
-        min_gain: by which share the rows of the slowest ranks, summed over layers, have to become
-            fewer; else nothing moves.
+        num_ranks: see `plan_even_rows`.
+        min_gain: the same.
     """
     counts_NLE = window.counts_LE[None]
-    even_LP = balance_layers(
-        counts_NLE.astype(np.float64), num_slots=table_LP.shape[1], num_ranks=num_ranks
-    )
-    now_L, then_L = (
-        rank_rows(counts_NLE, placement_LP, num_ranks)[0].max(axis=1)
-        for placement_LP in (table_LP, even_LP)
-    )
-    before, after = float(now_L.sum()), float(np.minimum(now_L, then_L).sum())
-    if not after or before / after - 1 < min_gain:
-        return ()
-    target_LP = np.where((then_L < now_L)[:, None], even_LP, table_LP)
-    return ToldRounds.of(order_moves(table_LP, target_LP, num_ranks=num_ranks)[1])
+    plan = plan_even_rows(counts_NLE, table_LP, num_ranks=num_ranks, min_gain=min_gain)
+    return ToldRounds.of(plan.rounds)
+
+
+def _refusal(min_gain: float, expectation: Expectation) -> str:
+    if not expectation.num_moves:
+        return f"no layer becomes evener: balancedness is {expectation.balancedness_before:.3f}"
+    return refuse_small_gain(expectation, min_gain)

@@ -12,6 +12,7 @@ Letters in shapes: N rows of a window, L MoE layers, E logical experts, P physic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from engine.experts.balancedness import Balancedness, balancedness_of, copies_of, rank_rows
-from engine.experts.candidates import choose_by_layer, find_candidates
+from engine.experts.candidates import Choice, choose_by_layer, find_candidates
 from engine.experts.moves import order_moves
 from runtime.errors import ConfigError
 
@@ -119,8 +120,7 @@ def plan_placement(
     """
     _check(window, current_LP, num_ranks, num_hosts)
     terms = terms or Terms()
-    sampled = np.linspace(0, window.num_rows - 1, min(window.num_rows, _SAMPLED_ROWS))
-    sample_NLE = window.counts_NLE[sampled.astype(np.int64)]
+    sample_NLE = sample_rows(window.counts_NLE, _SAMPLED_ROWS)
     seconds_L = partial(
         model.layer_seconds,
         sample_NLE,
@@ -140,21 +140,63 @@ def plan_placement(
         num_groups=window.num_groups,
         coactivation_LEE=window.coactivation_LEE,
     )
-    chosen_LP, now_L, then_L = choose_by_layer(current_LP, candidates, seconds_L, s_per_move)
-    moves_L = (chosen_LP != current_LP).sum(axis=1)
+    choice = choose_by_layer(current_LP, candidates, seconds_L, s_per_move)
+    return plan_of(
+        current_LP,
+        choice,
+        sample_NLE,
+        num_ranks=num_ranks,
+        expert_bytes=window.expert_bytes,
+        other=model.other_s_per_pass,
+        refuse=partial(_refusal, terms),
+    )
+
+
+def sample_rows(counts_NLE: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+    """Return at most so many rows of a window, from all over it."""
+    sampled = np.linspace(0, len(counts_NLE) - 1, min(len(counts_NLE), most))
+    return counts_NLE[sampled.astype(np.int64)]
+
+
+def plan_of(
+    current_LP: NDArray[np.int64],
+    choice: Choice,
+    sample_NLE: NDArray[np.int64],
+    *,
+    num_ranks: int,
+    expert_bytes: int,
+    other: float,
+    refuse: Callable[[Expectation], str],
+) -> Plan:
+    """Say how to get to what the layers chose, and what that is expected to bring.
+
+    Args:
+        current_LP: int64, the logical expert of every slot now.
+        choice: of the layers.
+        sample_NLE: int64, rows of the window, by which evenness is told.
+        num_ranks: R.
+        expert_bytes: that a move copies.
+        other: what a pass costs beside the layers, in what they were chosen by.
+        refuse: why it is not worth it; "" where it is.
+    """
+    moves_L = (choice.placement_LP != current_LP).sum(axis=1)
     # What saves most for each move comes first: one may stop behind any round.
-    order = np.argsort((then_L - now_L) / np.maximum(moves_L, 1), kind="stable")
+    saved_L = choice.now_L - choice.then_L
+    order = np.argsort(-saved_L / np.maximum(moves_L, 1), kind="stable")
     target_LP, rounds = order_moves(
-        current_LP, chosen_LP, num_ranks=num_ranks, layers=[int(i) for i in order if moves_L[i]]
+        current_LP,
+        choice.placement_LP,
+        num_ranks=num_ranks,
+        layers=[int(i) for i in order if moves_L[i]],
     )
     before, after = (
         balancedness_of(rank_rows(sample_NLE, placed_LP, num_ranks))
         for placed_LP in (current_LP, target_LP)
     )
     # Which slot of its rank an expert has, the way's choice, is nothing to a rank's time.
-    gain = _gain(float(now_L.sum()), float(then_L.sum()), model.other_s_per_pass)
-    expectation = _expect(gain, rounds, window.expert_bytes, before, after)
-    refusal = _refusal(expectation, terms)
+    gain = _gain(float(choice.now_L.sum()), float(choice.then_L.sum()), other)
+    expectation = _expect(gain, rounds, expert_bytes, before, after)
+    refusal = refuse(expectation)
     return Plan(
         target_LP=current_LP if refusal else target_LP,
         rounds=() if refusal else rounds,
@@ -163,10 +205,10 @@ def plan_placement(
     )
 
 
-def _gain(before_s: float, after_s: float, other_s: float) -> float:
+def _gain(before: float, after: float, other: float) -> float:
     """Throughput after over throughput before, less 1."""
-    after_s += other_s
-    return (before_s + other_s) / after_s - 1 if after_s > 0 else 0.0
+    after += other
+    return (before + other) / after - 1 if after > 0 else 0.0
 
 
 def _expect(
@@ -189,20 +231,25 @@ def _expect(
     )
 
 
-def _refusal(expectation: Expectation, terms: Terms) -> str:
+def _refusal(terms: Terms, expectation: Expectation) -> str:
     """Why the plan does not pay; empty if it does."""
-    balanced = f"balancedness is {expectation.balancedness_before:.3f}"
     if not expectation.num_moves:
         return (
             f"no layer would save more time in {terms.horizon_passes:,} passes than its moves "
-            f"take: {balanced}, and where ranks wait for weights even rows bring nothing"
+            f"take: balancedness is {expectation.balancedness_before:.3f}, and where ranks wait "
+            "for weights even rows bring nothing"
         )
-    if expectation.gain < terms.min_gain:
-        return (
-            f"expected +{expectation.gain:.1%} for {describe_cost(expectation)}, and a plan must "
-            f"bring +{terms.min_gain:.1%}: {balanced}"
-        )
-    return ""
+    return refuse_small_gain(expectation, terms.min_gain)
+
+
+def refuse_small_gain(expectation: Expectation, min_gain: float) -> str:
+    """Say why a plan of moves brings too little; "" where it does not."""
+    if expectation.gain >= min_gain:
+        return ""
+    return (
+        f"expected +{expectation.gain:.1%} for {describe_cost(expectation)}, and a plan must "
+        f"bring +{min_gain:.1%}: balancedness is {expectation.balancedness_before:.3f}"
+    )
 
 
 def describe_cost(expectation: Expectation) -> str:

@@ -1,8 +1,9 @@
 """A trace replayed on another cluster: what its balance, its plans and redundant experts would be.
 
-The first rows are planned from, the others are measured, so no plan is judged by what it was made
-from. Experts stand evenly at first, as an instance without a trace places them. How many redundant
-experts to take is chosen by the rows planned from, too: what they expect is told beside what came.
+The first rows are planned from, by time or by rows as a running instance does, the others are
+measured, so no plan is judged by what it was made from. Experts stand evenly at first, as an
+instance without a trace places them. How many redundant experts to take is chosen by the rows
+planned from, too: what they expect is told beside what came.
 
 Letters in shapes: E logical experts, P physical slots, R ranks.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from engine.experts.balancedness import Balancedness, balancedness_of, even_placement, rank_rows
-from engine.experts.plan import Expectation, Terms, describe_cost, plan_placement
+from engine.experts.even_plan import plan_even_rows
+from engine.experts.plan import Expectation, Plan, Terms, describe_cost, plan_placement
 from engine.experts.summary import check_not_empty, floor_of
 from runtime.errors import ConfigError
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
     from engine.experts.time_model import TimeModel
     from engine.experts.trace import ExpertTrace
+
+Objective = Literal["time", "rows"]
+"""What a plan has to better: `rebalance_objective` of a role's configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +114,7 @@ def simulate(
     model: TimeModel,
     num_window_rows: int | None = None,
     terms: Terms | None = None,
+    objective: Objective = "time",
 ) -> Simulation:
     """Replay a trace.
 
@@ -119,6 +125,7 @@ def simulate(
         model: of time.
         num_window_rows: to plan from; None for the first half.
         terms: when a plan pays; None for the defaults.
+        objective: of plans. Gains are told in time either way.
 
     Raises:
         ConfigError: the cluster cannot hold the experts evenly, or the trace is too short.
@@ -131,24 +138,8 @@ def simulate(
     _check(trace.num_experts, cluster, redundant)
     terms = terms or Terms()
     parts = trace.rows(0, window), trace.rows(window, trace.num_rows)
-    replay = _Replay(*parts, cluster, model, terms)
-    measured: list[Outcome] = []
-    expected_s: list[float] = []
-    for number in redundant:
-        for is_planned in (False, True) if not measured or len(redundant) <= 2 else (True,):
-            outcome, seconds = replay.outcome(number, is_planned=is_planned)
-            measured.append(outcome)
-            expected_s.append(seconds)
-    other = model.other_s_per_pass
-    base, expected_base = measured[0].seconds_per_pass + other, expected_s[0] + other
-    outcomes = tuple(
-        replace(
-            outcome,
-            gain=base / (outcome.seconds_per_pass + other) - 1,
-            expected_gain=expected_base / (seconds + other) - 1,
-        )
-        for outcome, seconds in zip(measured, expected_s, strict=True)
-    )
+    replay = _Replay(*parts, cluster, model, terms, objective)
+    outcomes = replay.compare(redundant)
     planned = [outcome for outcome in outcomes if outcome.is_planned]
     chosen = planned[0]
     for outcome in planned[1:]:
@@ -192,6 +183,27 @@ class _Replay:
     cluster: Cluster
     model: TimeModel
     terms: Terms
+    objective: Objective
+
+    def compare(self, redundant: Sequence[int]) -> tuple[Outcome, ...]:
+        """Measure placements with so many redundant experts, and their gains over the first."""
+        measured: list[Outcome] = []
+        expected_s: list[float] = []
+        for number in redundant:
+            for is_planned in (False, True) if not measured or len(redundant) <= 2 else (True,):
+                outcome, seconds = self.outcome(number, is_planned=is_planned)
+                measured.append(outcome)
+                expected_s.append(seconds)
+        other = self.model.other_s_per_pass
+        base, expected_base = measured[0].seconds_per_pass + other, expected_s[0] + other
+        return tuple(
+            replace(
+                outcome,
+                gain=base / (outcome.seconds_per_pass + other) - 1,
+                expected_gain=expected_base / (seconds + other) - 1,
+            )
+            for outcome, seconds in zip(measured, expected_s, strict=True)
+        )
 
     def outcome(self, redundant: int, *, is_planned: bool) -> tuple[Outcome, float]:
         """Measure one placement, and model the seconds of a pass in the rows planned from."""
@@ -200,14 +212,7 @@ class _Replay:
         placement_LP = np.tile(even_placement(experts, slots, ranks), (layers, 1))
         moved, refusal = None, ""
         if is_planned:
-            plan = plan_placement(
-                self.window,
-                placement_LP,
-                num_ranks=ranks,
-                num_hosts=self.cluster.num_hosts,
-                model=self.model,
-                terms=self.terms,
-            )
+            plan = self._plan(placement_LP)
             placement_LP, refusal = plan.target_LP, plan.refusal
             moved = None if refusal else plan.expectation
         rows_NLR = rank_rows(self.measured.counts_NLE, placement_LP, ranks)
@@ -222,6 +227,24 @@ class _Replay:
             refusal=refusal,
         )
         return outcome, self._seconds(self.window, placement_LP)
+
+    def _plan(self, current_LP: NDArray[np.int64]) -> Plan:
+        if self.objective == "rows":
+            return plan_even_rows(
+                self.window.counts_NLE,
+                current_LP,
+                num_ranks=self.cluster.num_ranks,
+                min_gain=self.terms.min_gain,
+                expert_bytes=self.window.expert_bytes,
+            )
+        return plan_placement(
+            self.window,
+            current_LP,
+            num_ranks=self.cluster.num_ranks,
+            num_hosts=self.cluster.num_hosts,
+            model=self.model,
+            terms=self.terms,
+        )
 
     def _seconds(self, rows: ExpertTrace, placement_LP: NDArray[np.int64]) -> float:
         """Of the experts' part of a mean pass."""

@@ -89,6 +89,16 @@ def test_simulate_tells_programs_the_same(skewed: Path, capsys: pytest.CaptureFi
     assert told["advice"]
 
 
+def test_simulate_plans_by_rows_too(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    even = []
+    for objective in ("time", "rows"):
+        words = ["--objective", objective, "--horizon", "1", "--json"]
+        assert main(["experts", "simulate", str(skewed), *words]) == 0
+        told = json.loads(capsys.readouterr().out)
+        even.append(told["outcomes"][1]["balancedness"]["overall"])
+    assert even[0] < even[1], "a pass is too short a time for moves to pay"
+
+
 @pytest.mark.parametrize(
     ("numbers", "compared"),
     [("4", [0, 0, 4, 4]), ("3..12", [4, 4, 8, 12]), ("auto", [0, 0, 4, 8, 16])],

@@ -24,7 +24,7 @@ from engine.boot.build import build_kv_pool, build_model
 from engine.boot.experts import count_experts
 from engine.boot.moves import OpenMoves, open_moves
 from engine.config import DeepseekV3Config
-from engine.experts.even_plan import plan_even_rows
+from engine.experts.even_plan import even_rounds
 from engine.experts.group_planner import GroupPlanner
 from engine.experts.placements import ExpertPlacements
 from engine.experts.planner import Planner
@@ -79,7 +79,7 @@ def planner_of(mode: str, moves: OpenMoves, side: SideThread, windows: LoadWindo
     """Make the plans of a mode."""
     placements, group = moves.placements, moves.side_group
     if mode == "planned":
-        make = partial(plan_even_rows, num_ranks=group.size, min_gain=0.01)
+        make = partial(even_rounds, num_ranks=group.size, min_gain=0.01)
         planner = GroupPlanner(group, side, placements, make)
         windows.follow(4, planner.take_window)
         return planner

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from engine.experts.even_plan import plan_even_rows
+from engine.experts.even_plan import even_rounds
 from engine.experts.group_planner import GroupPlanner, MakePlan
 from engine.experts.moves import Round
 from engine.experts.placements import ExpertPlacements
@@ -47,7 +47,7 @@ def test_all_ranks_take_the_plan_that_rank_0_made_of_all_windows() -> None:
 
     def make(load: LoadWindow, table: np.ndarray) -> Sequence[Round]:
         seen.append(load)
-        return plan_even_rows(load, table, num_ranks=2, min_gain=0.01)
+        return even_rounds(load, table, num_ranks=2, min_gain=0.01)
 
     ranks = planners(2, make)
     ranks[0].take_window(window([9, 7, 0, 1], [1, 1, 1, 1]))
@@ -95,8 +95,8 @@ def test_no_window_is_no_plan_and_an_error_is_everybodys() -> None:
 def test_a_gain_that_is_too_small_moves_nothing() -> None:
     load = window([10, 9, 1, 1])
     table = np.array([[0, 1, 2, 3]])
-    assert not plan_even_rows(load, table, num_ranks=2, min_gain=0.9)
-    assert plan_even_rows(load, table, num_ranks=2, min_gain=0.5)
+    assert not even_rounds(load, table, num_ranks=2, min_gain=0.9)
+    assert even_rounds(load, table, num_ranks=2, min_gain=0.5)
 
 
 def test_bytes_of_one_rank_are_its_own() -> None:

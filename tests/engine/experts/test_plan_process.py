@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deploy.sweep import is_alive, wait_until_gone
-from engine.experts.even_plan import plan_even_rows
+from engine.experts.even_plan import even_rounds
 from engine.experts.plan_process import PlanProcess, compute_here
 from engine.experts.windows import LoadWindow
 from runtime.errors import InternalError
@@ -31,8 +31,8 @@ def test_it_plans_as_this_process_does_and_knows_no_device(process: PlanProcess)
     counts = np.random.default_rng(3).integers(1, 1000, (3, 16))
     load = LoadWindow(first_pass=0, end_pass=10, counts_LE=counts)
     table = np.tile(np.arange(16), (3, 1))
-    there = process(plan_even_rows, load, table, num_ranks=4, min_gain=0.0)
-    assert list(there) == list(plan_even_rows(load, table, num_ranks=4, min_gain=0.0))
+    there = process(even_rounds, load, table, num_ranks=4, min_gain=0.0)
+    assert list(there) == list(even_rounds(load, table, num_ranks=4, min_gain=0.0))
     assert list(there)
     pid = process.pid
     assert process(os.getpid) == pid != os.getpid()

@@ -48,6 +48,23 @@ def test_redundant_experts_of_decode_are_advised_against() -> None:
     assert "32 redundant experts do not pay" in simulation.advice
 
 
+def test_by_rows_experts_become_even_where_time_would_leave_them() -> None:
+    # A few tokens a pass: ranks wait for weights, so even rows bring nothing.
+    trace = skewed_trace(tokens=64, num_rows=40, skew=1.0, role="decode")
+    model = TimeModel.of_trace(trace)
+    by_time, by_rows = (
+        simulate(trace, Cluster(num_ranks=4), model=model, objective=objective)
+        for objective in ("time", "rows")
+    )
+    evenly, left = by_time.outcomes
+    assert left.refusal
+    planned = by_rows.outcomes[1]
+    assert planned.balancedness.overall > evenly.balancedness.overall + 0.1
+    assert planned.moved is not None
+    assert planned.moved.num_bytes == planned.moved.num_moves * trace.expert_bytes
+    assert planned.gain < planned.moved.gain, "the one is time, the other rows"
+
+
 def test_ranks_that_need_redundant_experts_are_compared_with_them() -> None:
     simulation = replay(Cluster(num_ranks=24, num_hosts=3), (16,), tokens=16_384)
     assert [o.num_redundant for o in simulation.outcomes] == [16, 16]
