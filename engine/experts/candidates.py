@@ -91,9 +91,7 @@ def find_candidates(
             num_groups=groups,
             num_hosts=hosts,
         )
-        kept_LP = keep_slots(
-            current_LP[layers], fresh_LP, num_ranks=num_ranks, num_hosts=1 if hosts == 1 else hosts
-        )
+        kept_LP = keep_slots(current_LP[layers], fresh_LP, num_ranks=num_ranks, num_hosts=hosts)
         whole_LP = few_LP.copy()
         whole_LP[layers] = kept_LP
         found.append(whole_LP)

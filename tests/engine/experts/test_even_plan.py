@@ -11,6 +11,7 @@ from engine.experts.even_plan import even_rounds, plan_even_rows
 from engine.experts.moves import order_moves
 from engine.experts.windows import LoadWindow
 from tests.engine.experts.expert_load import even, skewed_trace
+from tests.engine.experts.test_moves import replay
 
 SIZES = st.sampled_from([(2, 0), (4, 0), (4, 8), (8, 0), (8, 8)])
 """Ranks, and slots beyond 32 experts."""
@@ -42,12 +43,7 @@ def test_no_layer_is_less_even_and_every_expert_stands(
     )
     assert (after_L <= before_L + 1e-6).all()
     assert plan.expectation.gain == pytest.approx(before_L.sum() / after_L.sum() - 1)
-    placed_LP = now_LP.copy()
-    for moves in plan.rounds:
-        for move in moves:
-            assert placed_LP[move.layer, move.slot] == move.replaced
-            placed_LP[move.layer, move.slot] = move.expert
-    np.testing.assert_array_equal(placed_LP, plan.target_LP)
+    np.testing.assert_array_equal(replay(now_LP, plan.rounds, ranks), plan.target_LP)
 
 
 def test_experts_stay_where_they_are_as_far_as_that_goes() -> None:
@@ -88,12 +84,11 @@ def test_where_nothing_was_counted_nothing_moves(num_rows: int) -> None:
 
 def test_a_running_instance_is_told_the_rounds_of_its_window() -> None:
     counts_LE = np.array([[10, 9, 1, 1]])
-    load, table = (
-        LoadWindow(first_pass=0, end_pass=1, counts_LE=counts_LE),
-        np.array([[0, 1, 2, 3]]),
-    )
+    load = LoadWindow(first_pass=0, end_pass=1, counts_LE=counts_LE)
+    table = np.array([[0, 1, 2, 3]])
     assert not even_rounds(load, table, num_ranks=2, min_gain=0.9)
     rounds = even_rounds(load, table, num_ranks=2, min_gain=0.5)
+    assert rounds
     plan = plan_even_rows(counts_LE[None], table, num_ranks=2, min_gain=0.5)
     assert list(rounds) == list(plan.rounds)
     assert plan.expectation.gain == pytest.approx(19 / 11 - 1)

@@ -92,13 +92,6 @@ def test_no_window_is_no_plan_and_an_error_is_everybodys() -> None:
             rank.is_done()
 
 
-def test_a_gain_that_is_too_small_moves_nothing() -> None:
-    load = window([10, 9, 1, 1])
-    table = np.array([[0, 1, 2, 3]])
-    assert not even_rounds(load, table, num_ranks=2, min_gain=0.9)
-    assert even_rounds(load, table, num_ranks=2, min_gain=0.5)
-
-
 def test_bytes_of_one_rank_are_its_own() -> None:
     assert gather_bytes(RankGroup(), b"") == [b""]
     assert gather_bytes(RankGroup(), b"abc") == [b"abc"]
