@@ -8,8 +8,6 @@ is cut. Elsewhere each sequence is one call of scaled_dot_product_attention.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from engine.attention.kernels import VarlenLengths
 from engine.kernels import reference
@@ -87,6 +85,9 @@ def _attend_together(
     is_causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return [T, H, V], a view, and the logarithm of the sum of each softmax, [H, T] float32."""
+    # Brings torch._dynamo along, which takes a process without a GPU longer than torch itself.
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
     width = v_PHV.shape[2]
     out, lse = varlen_attn(
         q_THA,
@@ -111,6 +112,8 @@ def _attend_alone(q_QHA: Tensor, k_PHA: Tensor, v_PHV: Tensor, scale: float) -> 
     if num_queries == num_positions:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     else:
-        mask = causal_lower_right(num_queries, num_positions)
+        mask = q.new_ones((num_queries, num_positions), dtype=torch.bool).tril(
+            num_positions - num_queries
+        )
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out.squeeze(0).transpose(0, 1)
