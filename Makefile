@@ -10,7 +10,7 @@ JOBS ?= 3
 # Files in the order of their names: those of clusters, with few long tests, must not come last.
 BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Every process of pytest reads all tests: what the first has compiled serves the others, too.
-test cluster-test quick: export PYTHONDONTWRITEBYTECODE =
+test nightly-test quick: export PYTHONDONTWRITEBYTECODE =
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := deploy bench router prefill decode worker engine kv_transfer runtime
@@ -26,14 +26,15 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-b
 	$(PIP_ARGS) -c constraints-cpu.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test cluster-test kernels-check quick check lint types imports budgets proto \
+.PHONY: help up down test nightly nightly-test mutants kernels-check quick check lint types imports budgets proto \
 	proto-check api-docs api-docs-check chart-files format properties soak gpu-test clients-test install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
 	@echo "make down       stop it"
-	@echo "make test       set up and run the whole test suite"
-	@echo "make cluster-test  run whole clusters that fail, move and roll (a minute each)"
+	@echo "make test       set up and run the tests that every change must pass"
+	@echo "make nightly    run all that needs no GPU and is not in make test (hours)"
+	@echo "make mutants    remove ten guards, one at a time: the tests must fail each time"
 	@echo "make quick      run the quick tests of what a change touches"
 	@echo "make clients-test  run litellm, lm-eval, guidellm and aiperf against a cluster"
 	@echo "make kernels-check  run the Triton kernels on this CPU, in Triton's interpreter"
@@ -52,13 +53,22 @@ up: install
 down: install
 	$(BIN)/tandem down $(if $(CONFIG),--config $(CONFIG))
 
+# Sizes are `make budgets`, a part of `make check`.
 test: install-dev
-	$(BIN)/python -m pytest -q -rfEs $(BESIDE) --durations 25 --durations-min 8
+	$(BIN)/python -m pytest -q -rfEs $(BESIDE) --ignore tests/test_budgets.py \
+		--durations 25 --durations-min 8
+
+# What is too dear for every change: run it before a release, and every night. tests/nightly.toml has
+# which commit each part passed on last.
+nightly: nightly-test kernels-check clients-test mutants
 
 # Hosts, Ray and routers of several whole clusters: two of them keep two cores busy.
-cluster-test: JOBS = 2
-cluster-test: install-dev
-	$(BIN)/python -m pytest -q -rfEs $(BESIDE) -m cluster
+nightly-test: JOBS = 2
+nightly-test: install-dev
+	$(BIN)/python -m pytest -q -rfEs $(BESIDE) -m nightly --durations 40
+
+mutants: install-dev
+	$(BIN)/python scripts/mutants.py
 
 quick: install-dev
 	$(BIN)/python scripts/quick.py $(BESIDE)
@@ -66,7 +76,7 @@ quick: install-dev
 # Of `make test`, with examples that no run before has drawn.
 properties: install-dev
 	TANDEM_OTHER_EXAMPLES=1 $(BIN)/python -m pytest -q -rfEs $(BESIDE) \
-		-m 'hypothesis and not gpu and not cluster and not soak and not clients'
+		-m 'hypothesis and not gpu and not nightly and not soak and not clients'
 
 soak: install-dev
 	$(BIN)/python -m pytest -q -m soak
@@ -90,8 +100,11 @@ lint: install-dev
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 
+# What mypy found out stays outside the tree, for the next clone as well.
+MYPY_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tandem-mypy
+
 types: install-dev
-	$(BIN)/mypy
+	$(BIN)/mypy --cache-dir $(MYPY_CACHE)
 
 imports: install-dev
 	$(BIN)/lint-imports

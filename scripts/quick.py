@@ -21,7 +21,7 @@ USERS = {
     "worker": ("tests/worker", "tests/prefill", "tests/decode"),
     "kv_transfer": ("tests/kv_transfer",),
 }
-SLOW = "not slow and not cluster and not soak and not gpu"
+SLOW = "not slow and not nightly and not soak and not gpu and not clients"
 
 
 def changed_files() -> list[str]:

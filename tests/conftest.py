@@ -18,6 +18,12 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.time_budget import (  # noqa: F401 - pytest finds its hooks here
+    pytest_runtest_logreport,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+)
+
 settings.register_profile(
     "tandem",
     deadline=None,

@@ -16,9 +16,13 @@ SCRIPT = ROOT / "scripts" / "prometheus_3.sh"
 PROGRAMS = ("prometheus", "promtool")
 TRUSTED = "trusted=yes"
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None, reason="this is no Debian"
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None,
+        reason="this is no Debian",
+    ),
+]
 
 
 class Repository:

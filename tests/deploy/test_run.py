@@ -27,7 +27,7 @@ from runtime.config_file import dump_config
 from tests.deploy.fakes import ROOT, fake_config
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.cluster
+pytestmark = pytest.mark.nightly
 
 
 class FakeRun:

@@ -95,7 +95,7 @@ def listening(run_id: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_a_cluster_speaks_tls_and_listens_on_the_loopback_interface_only(tmp_path: Path) -> None:
     sections = (
         'http_processes = 2\n[tls]\nmode = "auto"\nhttp_mutual = true\n'
@@ -229,7 +229,7 @@ def kill_one_rank_of_two(cluster: Cluster) -> None:
     assert [cluster.process(name)["num_restarts"] for name in names] == [1, 1]
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_parallel_ranks_come_back_together_and_ctrl_c_leaves_nothing(
     detached: tuple[Cluster, str], tmp_path: Path
 ) -> None:
@@ -259,7 +259,7 @@ def test_parallel_ranks_come_back_together_and_ctrl_c_leaves_nothing(
     assert find_processes(run_id) == []
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_a_worker_that_cannot_start_is_told_with_its_log(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(ROOT / "deploy" / "models" / "tandem-python", model)

@@ -25,7 +25,7 @@ from tests.hosts.load import Expected, Load
 from tests.waiting import wait_until
 
 pytestmark = [
-    pytest.mark.cluster,
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts here: {why_no_hosts()}"),
 ]

@@ -15,7 +15,7 @@ from tests.hosts.cluster import HostedCluster
 from tests.hosts.hosts import ROOT, Hosts, why_no_hosts
 
 pytestmark = [
-    pytest.mark.cluster,
+    pytest.mark.nightly,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(why_no_hosts()), reason=f"no hosts here: {why_no_hosts()}"),
 ]

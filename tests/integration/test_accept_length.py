@@ -91,9 +91,9 @@ def cluster_of(tp: int, dp: int, num_drafts: int) -> ClusterConfig:
 @pytest.mark.parametrize(
     ("tp", "dp", "num_drafts", "num_prompts"),
     [
-        pytest.param(1, 1, 1, 12, marks=pytest.mark.slow),
+        pytest.param(1, 1, 1, 12, marks=pytest.mark.nightly),
         pytest.param(1, 1, 1, 32, marks=pytest.mark.soak),
-        pytest.param(2, 2, 3, 32, marks=pytest.mark.cluster),
+        pytest.param(2, 2, 3, 32, marks=pytest.mark.nightly),
     ],
 )
 def test_a_step_gives_as_many_tokens_behind_a_hand_over_as_in_one_process(

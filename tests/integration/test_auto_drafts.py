@@ -36,7 +36,7 @@ COUNTED = (
     "pd_decode_accepted_tokens_total",
     "pd_decode_draft_tokens_total",
 )
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
 def sampling_of(place: int) -> dict[str, Any]:

@@ -60,7 +60,7 @@ async def chat_all(url: str, count: int) -> list[str | None]:
         return await asyncio.gather(*(chat(number) for number in range(count)))
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_queue_in_prefill_that_outlasts_a_transfer_fails_nobody(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

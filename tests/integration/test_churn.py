@@ -97,7 +97,7 @@ def run_churn(
     assert cluster.marked_processes() == []
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_stream_is_lost_while_workers_die(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]

@@ -27,7 +27,7 @@ from tests.integration.conftest import MODEL_DIR
 from tests.prometheus import VERSIONS, Prometheus, config_of_cluster, find_program, why_missing
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 DEPLOY = Path(deploy.__file__).parent
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))

@@ -433,7 +433,7 @@ def few_cases(oracle: DeepseekV3ForCausalLM) -> list[Case]:
     return make_cases(oracle, 10)
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("module", [LAGGING, FIXED])
 def test_a_short_decode_soak(

@@ -68,7 +68,7 @@ def states_of(cluster: Cluster, instance: str) -> set[str]:
     return {one["state"] for one in status["workers"] if one["instance"] == instance}
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_stream_notices_a_rolling_update_and_a_drain(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM

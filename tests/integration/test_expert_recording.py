@@ -30,7 +30,7 @@ from tests.integration.client import run_all
 from tests.integration.cluster import NO_DRAFTS, Cluster
 from tests.router.conftest import write_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 NUM_TOKENS = 12
 LENGTHS = (1, 5, 63, 64, 65, 150)
 LAYERS, EXPERTS, TOP_K = 2, 8, 2

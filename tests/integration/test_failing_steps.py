@@ -19,7 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MODULE = "tests.integration.failing_steps"
 
 
-@pytest.fixture(scope="module", params=[NO_DRAFTS, "default"], ids=["no drafts", "a draft"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(NO_DRAFTS, id="no drafts", marks=pytest.mark.nightly),
+        pytest.param("default", id="a draft"),
+    ],
+)
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:

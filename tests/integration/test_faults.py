@@ -119,7 +119,7 @@ class Death:
         self._at = time.monotonic()
 
 
-@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.cluster), "decode"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_killed_worker_that_comes_back_costs_no_request(cluster: Cluster, role: str) -> None:
     prompts = random_prompts(12, 200)
 
@@ -155,7 +155,7 @@ def test_a_deadline_is_answered_and_frees_everything(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("role", "count", "length"),
     # Decode dies while it generates, prefill while it has prompts for seconds.
-    [("decode", 12, 100), pytest.param("prefill", 24, 700, marks=pytest.mark.cluster)],
+    [("decode", 12, 100), pytest.param("prefill", 24, 700, marks=pytest.mark.nightly)],
 )
 def test_a_dead_rank_ends_its_group_and_its_requests(
     tmp_path: Path, role: str, count: int, length: int
@@ -185,7 +185,7 @@ def test_a_dead_rank_ends_its_group_and_its_requests(
         running.wait_idle()
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_another_decode_group_takes_what_a_dead_rank_leaves(tmp_path: Path) -> None:
     config = config_with(
         router=RouterSection(lease_ttl_s=2.0),
@@ -204,7 +204,7 @@ def test_another_decode_group_takes_what_a_dead_rank_leaves(tmp_path: Path) -> N
         running.wait_idle()
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_another_prefill_group_takes_what_one_that_ends_leaves(tmp_path: Path) -> None:
     config = config_with(
         router=RouterSection(lease_ttl_s=2.0),

@@ -1,4 +1,4 @@
-"""Two hundred concurrent streams with random cancels, and input that must be refused."""
+"""Two hundred concurrent streams with random cancels, and a body that is too large."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import http.client
 import json
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import aiohttp
 import pytest
@@ -34,7 +33,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     assert running.marked_processes() == []
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_200_streams_with_random_cancels(cluster: Cluster, oracle: DeepseekV3ForCausalLM) -> None:
     draw = random.Random(11)
     distinct = [
@@ -75,28 +74,8 @@ def test_200_streams_with_random_cancels(cluster: Cluster, oracle: DeepseekV3For
     cluster.wait_idle()
 
 
-BASE: dict[str, Any] = {"model": "tandem-python", "prompt": "x = ", "max_tokens": 4}
-BAD_BODIES: dict[str, tuple[Any, int, str]] = {
-    "too long": ({**BASE, "prompt": [5] * 5000}, 400, "context"),
-    "empty prompt": ({**BASE, "prompt": ""}, 400, "prompt"),
-    "no tokens": ({**BASE, "prompt": []}, 400, "prompt"),
-    "max_tokens 0": ({**BASE, "max_tokens": 0}, 400, "max_tokens"),
-    "max_tokens negative": ({**BASE, "max_tokens": -1}, 400, "max_tokens"),
-    "unknown model": ({**BASE, "model": "gpt-9"}, 404, "gpt-9"),
-    "malformed": (b'{"model": ', 400, "JSON"),
-    "not an object": (b"[1, 2]", 400, "object"),
-    "10 MB": ({**BASE, "prompt": "x" * 10_000_000}, 413, "8388608"),
-    "wrong type": ({**BASE, "temperature": "hot"}, 400, "temperature"),
-    "n = 0": ({**BASE, "n": 0}, 400, "n"),
-    "temperature": ({**BASE, "temperature": 3}, 400, "temperature"),
-    "token id": ({**BASE, "prompt": [10**6]}, 400, "prompt"),
-}
-
-
-@pytest.mark.parametrize("name", sorted(BAD_BODIES))
-def test_bad_input_is_refused_with_a_reason(cluster: Cluster, name: str) -> None:
-    body, status, word = BAD_BODIES[name]
-    payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+def test_a_body_of_10_mb_is_refused_with_the_limit(cluster: Cluster) -> None:
+    payload = json.dumps({"model": "tandem-python", "prompt": "x" * 10_000_000}).encode()
 
     # A client that blocks: an event loop would leave behind what the server did not read of 10 MB.
     host, port = cluster.base_url.removeprefix("http://").split(":")
@@ -104,8 +83,8 @@ def test_bad_input_is_refused_with_a_reason(cluster: Cluster, name: str) -> None
         headers = {"content-type": "application/json"}
         client.request("POST", "/v1/completions", payload, headers)
         response = client.getresponse()
-        got_status, answer = response.status, json.loads(response.read())
-    assert got_status == status
+        status, answer = response.status, json.loads(response.read())
+    assert status == 413
     assert set(answer["error"]) == {"message", "type", "param", "code", "request_id"}
-    assert word in answer["error"]["message"]
-    assert cluster.busy() == [] or cluster.wait_idle() is None
+    assert "8388608" in answer["error"]["message"]
+    cluster.wait_idle()

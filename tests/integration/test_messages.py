@@ -18,7 +18,7 @@ from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.router.text import templates
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 REQUEST = {
     "model": "tandem-python",
     "messages": [{"role": "user", "content": "def fibonacci(n):"}],

@@ -28,7 +28,7 @@ from tests.integration.test_drain import drain, in_thread
 from tests.waiting import wait_until
 
 pytest.importorskip("opentelemetry.sdk", reason='pip install -e ".[tracing]"')
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 PROMPT = list(range(300, 400))
 NUM_TOKENS = 256
 NUM_BEFORE = 8

@@ -15,7 +15,7 @@ from tests.integration.conftest import MODEL_DIR
 from tests.integration.test_tokens import SEEDED, assert_same, expected_tokens, requests_for
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 MOVING = DecodeSection(
     dp=2,
     num_blocks=128,

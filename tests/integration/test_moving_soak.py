@@ -131,7 +131,7 @@ def run_moving_soak(
     assert cluster.marked_processes() == []
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_no_stream_is_lost_while_experts_move_and_workers_die(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]

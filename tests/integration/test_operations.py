@@ -84,7 +84,7 @@ def busy(cluster: ControlledCluster) -> list[str]:
     return lines
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_stream_notices_a_rolling_restart_of_every_worker_and_decode_from_1_to_3_to_1(
     cluster: ControlledCluster,

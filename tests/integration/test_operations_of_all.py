@@ -35,7 +35,7 @@ from tests.pods.chart import NUM_LANES, Load
 from tests.pods.test_two_releases import ALIAS, SECOND, write_second
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 FIRST = "tandem-python"
 TIERS = (
     TierSection(name="max", order=0, ttft_ms=60_000.0, share=0.5),

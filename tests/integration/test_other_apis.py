@@ -14,7 +14,7 @@ from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSe
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 MODEL = "tandem-python"
 PROMPT = "def fibonacci(n):"
 TURNS = [{"role": "user", "content": PROMPT}]

@@ -88,7 +88,7 @@ def text(seed: int, num_tokens: int) -> list[int]:
     return [draw.randrange(300, 4000) for _ in range(num_tokens)]
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 async def test_a_conversation_goes_back_to_the_worker_that_has_its_kv(tmp_path: Path) -> None:
     with Cluster(by_prefix(), tmp_path) as cluster:
@@ -111,7 +111,7 @@ async def test_a_conversation_goes_back_to_the_worker_that_has_its_kv(tmp_path: 
         cluster.wait_idle()
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 async def test_the_blocks_of_a_killed_worker_leave_the_index(tmp_path: Path) -> None:
     with Cluster(by_prefix(), tmp_path) as cluster:
@@ -126,7 +126,7 @@ async def test_the_blocks_of_a_killed_worker_leave_the_index(tmp_path: Path) -> 
             assert why["prefill_blocks"] == 0
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 async def test_every_http_process_has_the_index(tmp_path: Path) -> None:
     with Cluster(by_prefix(http_processes=2), tmp_path) as cluster:

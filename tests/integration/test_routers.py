@@ -64,7 +64,7 @@ def limit_at(cluster: Cluster, base_url: str) -> int:
     return 0 if status is None else int(status["max_requests_in_flight"])
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_router_that_is_killed_costs_the_others_nothing(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM

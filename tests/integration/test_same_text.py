@@ -5,7 +5,7 @@ decode rank that decodes a token a step, with room for everybody. The other has 
 prefill ranks and two groups of two decode ranks that share experts and verify drafts; its prompts
 are computed in chunks, its pools are small, and while it runs ranks are killed, an instance is
 drained, and clients hang up. The long ones are `make soak`: 5,000 requests with one draft, two and
-three; a short one belongs to `make cluster-test`. All print their figures.
+three; a short one belongs to `make nightly`. All print their figures.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def compare(
     assert num_tokens > 1.2 * counts["pd_decode_batch_size_sum"]
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_text_with_two_drafts_is_that_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -234,7 +234,7 @@ def run_soak(
     assert cluster.marked_processes() == []
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_soak(
     tmp_path: Path, oracle: DeepseekV3ForCausalLM, capsys: pytest.CaptureFixture[str]

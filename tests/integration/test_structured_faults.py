@@ -30,7 +30,7 @@ from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.integration.test_faults import num_migrations
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TEXT = {
     "type": "object",
     "properties": {"text": {"type": "string", "pattern": "^[a-z_]{30,40}$"}},

@@ -95,6 +95,7 @@ def claude(cluster: Cluster) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_clients_own_parser_reads_a_model(client: openai.OpenAI, seed: int) -> None:
     answer = client.chat.completions.parse(
@@ -105,6 +106,7 @@ def test_the_clients_own_parser_reads_a_model(client: openai.OpenAI, seed: int) 
     assert isinstance(choice.message.parsed, Forecast)
 
 
+@pytest.mark.nightly
 def test_the_parsers_of_responses_and_messages_read_a_model(
     client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
@@ -129,6 +131,7 @@ def test_the_parsers_of_responses_and_messages_read_a_model(
     assert isinstance(message.parsed_output, Choice)
 
 
+@pytest.mark.nightly
 def test_a_schema_as_it_stands_in_responses_and_messages(
     client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:

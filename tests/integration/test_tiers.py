@@ -13,7 +13,7 @@ from tests.integration.client import stream
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 NUM_SEQS = 2
 """Places of a decode step: the rank takes on four times as many, the router lets in six."""
 NUM_BASE = 7

@@ -112,14 +112,14 @@ CONFIGS = {
 }
 
 
-OTHERS = frozenset({"dp2-ep2-to-dp2-ep2", "drafts", "tp2-to-dp2-ep2"})
-"""The same ranks with overlapped steps are in `make test`; these are in `make cluster-test`."""
+OTHERS = frozenset({"dp2-ep2-to-dp2-ep2", "overlapped-steps", "tp2-to-dp2-ep2"})
+"""Those with overlapped steps and drafts are in `make test`; these are in `make nightly`."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.cluster] if name in OTHERS else [])
+        pytest.param(name, marks=[pytest.mark.nightly] if name in OTHERS else [])
         for name in sorted(CONFIGS)
     ],
 )
@@ -238,7 +238,7 @@ def growth(oracle: DeepseekV3ForCausalLM, prompts: list[list[int]]) -> Growth:
     [
         ("off", "seeded", 0),
         ("on", "greedy", 0),
-        pytest.param("on", "seeded", 2, marks=pytest.mark.cluster),
+        pytest.param("on", "seeded", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_preemption_took_part(

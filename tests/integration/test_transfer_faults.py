@@ -60,7 +60,7 @@ async def run_streams(
         return await asyncio.gather(*(one(session, index) for index in range(len(prompts))))
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 def test_late_writes_never_reach_the_next_owner(
     oracle: DeepseekV3ForCausalLM, tmp_path: Path
 ) -> None:
@@ -90,7 +90,7 @@ def test_late_writes_never_reach_the_next_owner(
         assert running.metric("decode-0", "pd_kv_transfer_metadata_slots_in_use") == 0
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_a_bad_prefill_worker_costs_no_request(
     oracle: DeepseekV3ForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

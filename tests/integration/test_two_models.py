@@ -28,7 +28,7 @@ from tests.integration.conftest import MODEL_DIR
 from tests.router.conftest import write_model
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 FIRST, SECOND, ALIAS = "tandem-python", "tiny-llama", "small"
 NUM_TOKENS = 20
 ROLES = ("prefill", "decode")

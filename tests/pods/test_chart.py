@@ -91,7 +91,7 @@ def test_a_completion_goes_through_pods_of_both_roles(demo: PodCluster) -> None:
     assert set(states(demo)) == {f"{PREFILL}-0", f"{DECODE}-0"}
 
 
-@pytest.mark.cluster
+@pytest.mark.slow
 def test_decode_is_scaled_up_and_down_and_no_request_fails(demo: PodCluster) -> None:
     async def scale() -> Load:
         load = Load(demo.url(ROUTER))

@@ -94,7 +94,7 @@ async def workers_of(cluster: PodCluster) -> dict[tuple[str, int], str]:
     return {(one["instance"], one["rank"]): one["address"].rpartition(":")[0] for one in workers}
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 @pytest.mark.parametrize("index", [0, 1], ids=["the leader", "the other"])
 def test_a_pod_that_is_killed_takes_its_group_along_and_no_request_fails(
     groups: PodCluster, index: int
@@ -115,7 +115,7 @@ def test_a_pod_that_is_killed_takes_its_group_along_and_no_request_fails(
     assert asyncio.run(kill()).failed == []
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_a_group_that_is_scaled_away_leaves_in_order(groups: PodCluster) -> None:
     async def scale() -> Load:
         load = Load(groups.url(ROUTER))
@@ -182,7 +182,7 @@ def certificates(folder: Path) -> dict[str, Any]:
     return {"kind": "Secret", "metadata": {"name": "certificates"}, "data": data}
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_a_worker_of_two_pods_serves_with_tls(tmp_path: Path) -> None:
     objects = [*rendered(TLS), certificates(tmp_path)]
     with cluster_of(objects, tmp_path / "run") as cluster:

@@ -16,7 +16,7 @@ from tests.pods.test_pods import READY, SERVE, container, template
 from tests.waiting import wait_until
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "can be run")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(REASON), reason=REASON or "can be run")]
 
 LABEL = "metadata.labels['leaderworkerset.sigs.k8s.io/{}']"
 TELLS = """\

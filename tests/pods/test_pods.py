@@ -15,7 +15,7 @@ from tests.pods.network import why_not
 from tests.waiting import wait_until
 
 REASON = why_not()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "can be run")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(REASON), reason=REASON or "can be run")]
 
 SERVE = "exec python -m http.server 8080 --directory /tmp"
 SECURITY = {"runAsNonRoot": True, "runAsUser": 10001, "fsGroup": 10001}

@@ -28,7 +28,7 @@ REASON = why_not()
 pytestmark = [
     pytest.mark.skipif(bool(REASON), reason=REASON or "can be run"),
     pytest.mark.timeout(900),
-    pytest.mark.cluster,
+    pytest.mark.nightly,
 ]
 
 JOINING, SECOND, ALIAS = "llama", "tiny-llama", "small"

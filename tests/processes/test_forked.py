@@ -12,6 +12,8 @@ import pytest
 
 from tests.processes.forked import ForkedProcess, ForkServer
 
+pytestmark = pytest.mark.nightly
+
 ECHO = "tests.processes.echo"
 Start = Callable[..., ForkedProcess]
 

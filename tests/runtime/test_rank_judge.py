@@ -19,6 +19,7 @@ AS_RECORDED = replace(Timing(), differ=DIFFER, wander=WANDER, rank_spread=0.0)
 STRAGGLER = next(case for case in CASES if case.name == "attention +5 %")
 
 
+@pytest.mark.nightly
 def test_a_straggler_of_5_percent_is_found_in_the_noise_of_four_gpus() -> None:
     after_100, _, after_300 = found_after(STRAGGLER, 20, 4, AS_RECORDED, seed=3)
     assert after_100 >= 0.5

@@ -44,7 +44,7 @@ def run_ranks(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.cluster)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_text_is_that_of_ranks_whose_experts_stand(
     world: int, checkpoint: Path, tmp_path: Path
 ) -> None:

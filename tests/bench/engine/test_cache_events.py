@@ -7,6 +7,8 @@ import pytest
 from bench.engine.cache_events import NUM_BLOCKS, SHAPES, Traffic, measure
 from engine.memory.block_pool import BlockPool
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("role", SHAPES)
 async def test_followers_hear_of_the_same_steps(role: str) -> None:

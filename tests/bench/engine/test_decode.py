@@ -86,6 +86,7 @@ def test_what_runs_is_what_a_server_opens(tmp_path: Path, monkeypatch: pytest.Mo
     assert report["profile"] is None
 
 
+@pytest.mark.nightly
 def test_requests_bound_by_a_schema_each(tmp_path: Path) -> None:
     report = measure(tmp_path, "--batch", "3", "--profile", "off", "--grammar")
     grammar = report["grammar"]
@@ -96,6 +97,7 @@ def test_requests_bound_by_a_schema_each(tmp_path: Path) -> None:
     assert any("a JSON schema of its own" in note for note in report["notes"])
 
 
+@pytest.mark.nightly
 def test_the_bundled_model_is_bound_over_its_own_vocabulary(tmp_path: Path) -> None:
     report = measure(
         tmp_path, "--batch", "2", "--profile", "off", "--grammar",
@@ -105,6 +107,7 @@ def test_the_bundled_model_is_bound_over_its_own_vocabulary(tmp_path: Path) -> N
     assert report["grammar"]["failed"] == 0
 
 
+@pytest.mark.nightly
 def test_without_schemas_none_is_told_of(tmp_path: Path) -> None:
     report = measure(tmp_path, "--batch", "2", "--profile", "off")
     assert report["grammar"] is None
@@ -126,7 +129,7 @@ def test_two_ranks_with_their_own_requests(tmp_path: Path) -> None:
     assert kinds == {"compute", "traffic"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_unequal_ranks(tmp_path: Path) -> None:
     report = measure(tmp_path, "--dp", "2", "--requests-per-rank", "3,0")
     assert report["tokens_per_step"] == 3
@@ -173,6 +176,7 @@ def test_only_the_sizes_that_come_are_captured() -> None:
     captured.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("accept", "each"), [("1", 2.0), ("0", 1.0)])
 def test_as_many_drafts_are_right_as_are_asked_for(
     tmp_path: Path, accept: str, each: float
@@ -188,6 +192,7 @@ def test_as_many_drafts_are_right_as_are_asked_for(
     assert any("1 drafts, forced" in note for note in report["notes"])
 
 
+@pytest.mark.nightly
 def test_a_budget_of_drafts_is_measured_as_in_a_worker(tmp_path: Path) -> None:
     """Each step has the number that is chosen before it; which, says the report."""
     report = measure(tmp_path, "--batch", "3", "--drafts", "auto", "--accept", "1")
@@ -199,7 +204,7 @@ def test_a_budget_of_drafts_is_measured_as_in_a_worker(tmp_path: Path) -> None:
     assert any("auto drafts, forced" in note for note in report["notes"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_of_a_group_have_as_many_drafts_and_idle_ones_join(tmp_path: Path) -> None:
     report = measure(
         tmp_path, "--dp", "2", "--requests-per-rank", "3,0", "--drafts", "auto", "--accept", "1",

@@ -12,6 +12,8 @@ from deploy.model_folder import BUNDLED_MODEL
 from engine.boot.build import build_model
 from engine.config import DeepseekV3Config
 
+pytestmark = pytest.mark.nightly
+
 SOURCE = "def add_{number}(a, b):\n    return a + b + {number}\n\n\n"
 
 

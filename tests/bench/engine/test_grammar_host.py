@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from bench.engine.grammar_host import GrammarHost
 from bench.engine.schemas import widened
 from deploy.model_folder import BUNDLED_MODEL
 from engine.constraint.vocabulary import read_vocabulary
+
+pytestmark = pytest.mark.nightly
 
 
 def test_every_part_of_a_step_and_of_a_request_is_measured() -> None:

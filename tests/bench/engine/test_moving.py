@@ -15,6 +15,8 @@ from engine.experts.placements import ExpertPlacements
 from engine.experts.rebalancer import Stage
 from engine.experts.windows import LoadWindow
 
+pytestmark = pytest.mark.nightly
+
 COMMON = "--device cpu --model-shape tiny --layers 2 --dp 2 --warm-up 0 --profile off"
 DECODE = "decode --batch 3 --context-lens 40-70 --output-len 9 --routing model --temperature 0.3"
 PREFILL = "prefill --shard-of 8 --prompt-len 64 --batch-tokens 64 --ttft off --routing skewed"
@@ -82,7 +84,6 @@ def rows(tmp_path: Path, *lines: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_text_is_that_of_experts_that_stand(tmp_path: Path) -> None:
     log, on = tmp_path / "log.npz", "--set decode.rebalance_experts=on"
@@ -108,7 +109,6 @@ def test_text_is_that_of_experts_that_stand(tmp_path: Path) -> None:
     assert text["compared"]["tokens"] == 6 * text["compared"]["steps"] > 0
 
 
-@pytest.mark.cluster
 @pytest.mark.timeout(600)
 def test_text_is_that_of_experts_that_come_from_host_memory(tmp_path: Path) -> None:
     log, on = tmp_path / "log.npz", "--set decode.rebalance_experts=on"
@@ -126,7 +126,6 @@ def test_text_is_that_of_experts_that_come_from_host_memory(tmp_path: Path) -> N
     assert moving["text"]["compared"]["differing_tokens"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_recording_of_a_skew_and_moves_even_prefill(tmp_path: Path) -> None:
     load, every = tmp_path / "skew.npz", "--set prefill.rebalance_interval_steps=8"

@@ -36,6 +36,8 @@ from engine.experts.balance import balance_experts
 from engine.experts.balancedness import even_placement
 from runtime.errors import ConfigError
 
+pytestmark = pytest.mark.nightly
+
 NUM_RANKS, NUM_HERE, TOP_K = 8, 4, TINY.num_experts_per_tok
 NUM_EXPERTS = TINY.n_routed_experts
 NUM_LAYERS = 2

@@ -74,7 +74,7 @@ def test_two_ranks_that_share_heads(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "note: not in it: queues" in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_with_their_own_tokens_as_a_proxy(tmp_path: Path) -> None:
     report = measure(
         tmp_path, "--dp", "2", "--shard-of", "8", "--layers", "2", "--profile", "off",
@@ -87,7 +87,7 @@ def test_ranks_with_their_own_tokens_as_a_proxy(tmp_path: Path) -> None:
     assert report["tokens_per_batch"] == 128
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_play_the_busiest_of_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two that are two of four, where a plan has placed experts and their spares."""
     report = measure(
@@ -116,6 +116,7 @@ def test_a_rank_alone_in_two_micro_batches_is_refused_as_in_a_cluster(
     assert "prefill.two_batch_overlap = 'on'" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("drafts", ["on", "off"])
 def test_with_the_layer_for_drafts_as_where_decode_has_some(
     tmp_path: Path, drafts: str, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +136,7 @@ def test_with_the_layer_for_drafts_as_where_decode_has_some(
     assert ("the layer for drafts runs behind every step" in report["notes"]) is (drafts == "on")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_short_prompts_behind_a_cached_prefix(tmp_path: Path) -> None:
     report = measure(tmp_path, "--cached-len", "128", "--profile", "off")
     assert report["options"]["cached_len"] == 128

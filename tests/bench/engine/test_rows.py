@@ -82,7 +82,7 @@ def test_neighbours_with_the_same_ranks_share_a_launch(
     assert launches == [["decode --dp 4", "prefill --dp 4"], ["prefill --tp 4"], ["decode --dp 4"]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_line_comes_after_each_row_and_the_model_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,8 @@ from bench.engine import method, session
 from deploy.cli import main
 from engine.memory.kv_pool import KVPool
 
+pytestmark = pytest.mark.nightly
+
 COMMAND = ["bench", "decode", "--device", "cpu", "--model-shape", "tiny", "--layers", "2"]
 SIZES = ["--context-lens", "40-70", "--output-len", "6", "--seconds", "0.1", "--warm-up", "0"]
 

@@ -1,10 +1,13 @@
 """The synthetic skew is like the published one, and a plan of one window holds in the next."""
 
 import numpy as np
+import pytest
 
 from bench.experts.skew import skewed_windows
 from engine.experts.simulation import Cluster, simulate
 from engine.experts.time_model import TimeModel
+
+pytestmark = pytest.mark.nightly
 
 
 def test_the_skew_is_that_of_the_published_case() -> None:

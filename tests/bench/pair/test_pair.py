@@ -29,7 +29,7 @@ def measure(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.cluster
+@pytest.mark.nightly
 def test_two_ranks_each_kept_busy(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     ranks = ["--prefill-tp", "2", "--decode-dp", "2", "--decode-len", "160"]

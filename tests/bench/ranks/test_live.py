@@ -15,6 +15,8 @@ from bench.ranks.live import _block_of, _numbers_of
 from runtime.rank_waits import RankBlock
 from runtime.slow_ranks import SlowKind
 
+pytestmark = pytest.mark.nightly
+
 NUM_RANKS, NUM_EXPERTS = 4, 32
 
 
@@ -89,7 +91,6 @@ def test_blocks_travel_as_numbers() -> None:
     assert _block_of(_numbers_of(block), 2) == block
 
 
-@pytest.mark.cluster
 @pytest.mark.timeout(900)
 def test_a_fault_is_found_among_processes(tmp_path: Path) -> None:
     """All of the benchmark, over gloo: attention of one rank takes five times as long."""

@@ -14,6 +14,8 @@ from runtime.rank_judge import MOST_BLOCKS
 from runtime.rank_waits import STEPS_OF_BLOCK, RankBlock
 from runtime.slow_ranks import SlowKind
 
+pytestmark = pytest.mark.nightly
+
 NUM_RANKS = 4
 STEP_S = LOOK_S / STEPS_OF_BLOCK  # a look is a block
 

@@ -13,6 +13,8 @@ from bench.ranks.detection import places_of
 from runtime.rank_waits import BLOCKS_OF_WINDOW, Phase, WaitWindow
 from runtime.slow_ranks import SlowKind, find_slow
 
+pytestmark = pytest.mark.nightly
+
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 REPORTS = sorted(RESULTS.glob("2026-11-26-slow-ranks*-4xh200.json"))
 NOTHING_TO_FIND = {"host-pauses", "rows"}

@@ -9,6 +9,8 @@ import pytest
 from bench.router.added import Spread, legs_of, read_stamps
 from bench.router.workers import Stamps
 
+pytestmark = pytest.mark.nightly
+
 
 def test_legs_leave_out_what_workers_took() -> None:
     legs = legs_of(1.0, [1.5, 2.5, 2.75, 4.75], 5.0)

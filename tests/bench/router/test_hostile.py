@@ -7,6 +7,8 @@ import pytest
 
 from bench.router.hostile import BODIES, BODY_BYTES, Felt, hostile_body
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_hostile_bodies_are_large_json(kind: str) -> None:

@@ -11,6 +11,8 @@ from bench.router.pairs.engines import Speeds
 from bench.router.pairs.simulation import Outcome, Simulation
 from bench.router.pairs.traces import TRACES
 
+pytestmark = pytest.mark.nightly
+
 
 def simulate(policy: str, trace: str, *, seed: int = 0, with_ids: bool = False) -> Outcome:
     sessions = TRACES[trace](seed, 0.1, 6.0)

@@ -10,6 +10,8 @@ from bench.tiers.command import MIX, TierRow, Window, rows_of, simulate, tiers_o
 from bench.tiers.load import Mix
 from bench.tiers.virtual_loop import run_virtually
 
+pytestmark = pytest.mark.nightly
+
 LOAD = 1.5
 WINDOW = Window(since=8.0, until=24.0)
 LOAD_MIX = Mix(per_tier=MIX, output=(32, 256))

@@ -15,6 +15,8 @@ from deploy.errors import ClusterError
 from engine.formats.triton_gemm.tables import TunedEntry
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
 
+pytestmark = pytest.mark.nightly
+
 SHAPE = ProductShape(
     layout=RowLayout.ALIGNED, num_rows=4096, num_columns=7168, depth=2048, num_experts=32
 )

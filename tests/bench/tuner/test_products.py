@@ -11,6 +11,8 @@ from engine.layers.matrix import Matrix
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.errors import ConfigError
 
+pytestmark = pytest.mark.nightly
+
 ROWS = RowCounts(plain=(16, 4096), aligned=(128, 300), masked=(8,))
 
 

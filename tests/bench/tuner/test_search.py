@@ -11,6 +11,8 @@ from engine.formats.triton_gemm.candidates import candidates
 from engine.formats.triton_gemm.limits import HOPPER
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
 
+pytestmark = pytest.mark.nightly
+
 TILES = candidates(
     ProductShape(layout=RowLayout.PLAIN, num_rows=4096, num_columns=4096, depth=4096), HOPPER
 )

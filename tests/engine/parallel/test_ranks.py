@@ -58,7 +58,7 @@ def run_ranks(world: int, checkpoints: Path, folder: Path) -> list[dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ranks_give_the_tokens_of_one(
     world: int, checkpoints: Path, one_rank: list[list[int]], tmp_path: Path
 ) -> None:

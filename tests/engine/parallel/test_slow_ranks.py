@@ -30,7 +30,7 @@ def run(tmp_path: Path, fault: str, num_ranks: int = NUM_RANKS) -> WaitWindow:
     return window
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [

@@ -17,6 +17,8 @@ from tools.training.evaluate import greedy, measure
 from tools.training.model import TrainedModel
 from tools.training.tokenizer import EOS, render
 
+pytestmark = pytest.mark.nightly
+
 FOLDER = Path(__file__).parents[3] / CHECKPOINT
 MAX_BYTES = 40_000_000
 # Written for this test: no file of the corpus contains it.

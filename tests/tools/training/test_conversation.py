@@ -2,8 +2,12 @@
 
 import ast
 
+import pytest
+
 from tools.training.conversation import exchanges, functions
 from tools.training.corpus import Document
+
+pytestmark = pytest.mark.nightly
 
 FUNCTION = '''    def method_{index}(self, value={index}):
         """Return the value number {index}.

@@ -6,6 +6,8 @@ import pytest
 
 from tools.training.corpus import Document, build_corpus, digest
 
+pytestmark = pytest.mark.nightly
+
 CODE = "def add(a, b):\n    return a + b\n\n\nclass Empty:\n    pass\n"
 
 

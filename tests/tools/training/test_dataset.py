@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ from tools.training.dataset import (
     tokenise,
 )
 from tools.training.tokenizer import train_tokenizer
+
+pytestmark = pytest.mark.nightly
 
 ROW = 16
 

@@ -13,6 +13,8 @@ from tests.tools.training.tiny import tiny_config
 from tools.training.checkpoint import dequantise, export_state, save_checkpoint
 from tools.training.model import TrainedModel
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def model() -> TrainedModel:

@@ -21,6 +21,8 @@ from tools.training.tokenizer import (
     train_tokenizer,
 )
 
+pytestmark = pytest.mark.nightly
+
 FOLDER = Path(__file__).parents[3] / CHECKPOINT
 BUNDLED = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 # Text that spells a special token is the router's concern; here it would not round-trip.

@@ -17,6 +17,8 @@ from tools.training.train import (
     rounded_to_fp8,
 )
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def model() -> TrainedModel:
