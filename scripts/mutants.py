@@ -66,7 +66,7 @@ def read_mutants(path: Path = MUTANTS) -> list[Mutant]:
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Exit status of pytest in ``tree``, and the first failure that it names."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    environment = {**os.environ, "PYTHONPATH": str(tree), "TANDEM_FIRST_EXAMPLE": "1"}
     result = subprocess.run(
         command, cwd=tree, env=environment, capture_output=True, text=True, check=False
     )
