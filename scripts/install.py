@@ -111,7 +111,13 @@ def _is_on(value: str) -> bool:
 
 
 def install(
-    environment: Path, lock: Path, project: Sequence[str], sources: Sources, *, compiled: bool
+    environment: Path,
+    lock: Path,
+    project: Sequence[str],
+    sources: Sources,
+    *,
+    cuda: bool,
+    compiled: bool,
 ) -> None:
     """Install ``lock`` and then ``project`` into ``environment``, which is made if it is not there.
 
@@ -120,6 +126,7 @@ def install(
         lock: a file of ``requirements/``
         project: arguments of uv that name Tandem, or none
         sources: where packages come from
+        cuda: whether PyTorch is that of the lock, whatever ``sources`` offer
         compiled: whether all modules are compiled, for who runs them cannot write (an image)
 
     Raises:
@@ -130,27 +137,15 @@ def install(
     into = ["install", "--quiet", "--python", str(environment), "--no-deps"]
     into += ["--compile-bytecode"] if compiled else []
     text = lock.read_text(encoding="utf-8")
-    torch = _cpu_build(environment, sources) if _has_torch(text) else ""
+    torch = "" if cuda else _cpu_build(environment, sources)
     if torch:
         print(f"with {torch}, a CPU build of PyTorch", flush=True)
         _uv(sources, "pip", *into, *sources.flags_of_torch(), torch)
         text = without_cuda(text)
-    _uv(
-        sources,
-        "pip",
-        *into,
-        *sources.flags(),
-        "--require-hashes",
-        "--requirements",
-        "-",
-        given=text,
-    )
+    checked = ["--require-hashes", "--requirements", "-"]
+    _uv(sources, "pip", *into, *sources.flags(), *checked, given=text)
     if project:
         _uv(sources, "pip", *into, "--no-build-isolation", *project)
-
-
-def _has_torch(lock: str) -> bool:
-    return any(pin.startswith("torch==") for pin in pins(lock))
 
 
 def _cpu_build(environment: Path, sources: Sources) -> str:
@@ -189,6 +184,7 @@ def main() -> int:
     parser.add_argument("lock", type=Path)
     parser.add_argument("--editable", metavar="FOLDER", help="Tandem, in place")
     parser.add_argument("--copy", metavar="FOLDER", help="Tandem, as a copy")
+    parser.add_argument("--cuda", action="store_true", help="with PyTorch of the lock alone")
     parser.add_argument("--compile", action="store_true", help="compile all modules")
     args, of_pip = parser.parse_known_args()
     project = ["--editable", args.editable] if args.editable else [args.copy] if args.copy else []
@@ -196,7 +192,14 @@ def main() -> int:
     config = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     try:
         sources = read_sources(config, of_pip)
-        install(args.environment, args.lock, project, sources, compiled=args.compile)
+        install(
+            args.environment,
+            args.lock,
+            project,
+            sources,
+            cuda=args.cuda,
+            compiled=args.compile,
+        )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
     except subprocess.CalledProcessError:

@@ -7,7 +7,7 @@
     python -m scripts.locks --check    # make locks-check: are they up to date, and installable
 
 All is resolved from the public index alone: a wheel that only one machine has would hide what
-others cannot install. Each lock is whole, with PyPI's build of PyTorch and the CUDA that this needs;
+others cannot install. Each lock is whole, with PyPI's build of PyTorch and its CUDA;
 :func:`without_cuda` is for those who have a CPU build of it.
 """
 
@@ -85,14 +85,12 @@ def without_cuda(text: str) -> str:
     """A lock without PyTorch and the libraries of CUDA that only PyPI's build of it asks for."""
     parts = blocks(text)
     askers = {name: set(_askers(part)) for name, part in parts.items()}
-    gone = {"torch"}
-    while more := {
-        name
-        for name in askers.keys() - gone
-        if name.startswith(("nvidia-", "cuda-")) and askers[name] <= gone
-    }:
-        gone |= more
-    return "".join(part for name, part in parts.items() if name not in gone)
+    of_cuda = {name for name in parts if name.startswith(("nvidia-", "cuda-"))}
+    kept = parts.keys() - of_cuda - {"torch"}
+    others = {asker for by in askers.values() for asker in by} - parts.keys()
+    while more := {name for name in of_cuda - kept if askers[name] & (kept | others)}:
+        kept |= more
+    return "".join(part for name, part in parts.items() if name in kept)
 
 
 def _askers(part: str) -> Iterator[str]:
