@@ -31,7 +31,7 @@ INSTALL = $(UV)/bin/python -m scripts.install
 .DEFAULT_GOAL := help
 .PHONY: help up down test cluster-test kernels-check quick check lint types imports budgets proto \
 	proto-check api-docs api-docs-check chart-files format properties soak gpu-test clients-test \
-	locks locks-check sbom install install-dev clean
+	locks locks-check sbom image-digests install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
@@ -51,6 +51,7 @@ help:
 	@echo "make locks      lock what pyproject.toml asks for (UPGRADE=1: at the newest versions)"
 	@echo "make locks-check  whether the locks are up to date and the public index has all of them"
 	@echo "make sbom       write bills of materials (CycloneDX) of what runs into build/sbom"
+	@echo "make image-digests  write the digests of the images' bases into the Dockerfiles"
 	@echo "make clean      remove .venv, .venv-kernels, .venv-clients, .venv-uv, .prometheus-3 and caches"
 
 up: install
@@ -138,6 +139,9 @@ sbom: install-dev
 		$(BIN)/python -W ignore::UserWarning -m cyclonedx_py requirements --pyproject pyproject.toml \
 			--output-reproducible -o build/sbom/$$lock.cdx.json requirements/$$lock.txt || exit 1; \
 	done
+
+image-digests:
+	scripts/image_digests.sh
 
 install: $(VENV)/.installed
 
