@@ -5,12 +5,14 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PIP_ARGS ?=
 CONFIG ?=
+# Whether `make locks` moves to the newest versions.
+UPGRADE ?=
 # Test processes at once; tests of clusters wait more than they compute.
 JOBS ?= 3
 # Files in the order of their names: those of clusters, with few long tests, must not come last.
 BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
-# Every process of pytest reads all tests: what the first has compiled serves the others, too.
-test nightly-test quick: export PYTHONDONTWRITEBYTECODE =
+# What the first process has compiled serves the others, too.
+export PYTHONDONTWRITEBYTECODE =
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := deploy bench router prefill decode worker engine kv_transfer runtime
@@ -19,15 +21,17 @@ SOURCES := $(PACKAGES) tools tests
 KERNELS := .venv-kernels
 # Apart as well: others' clients, with whatever they want to have beside them.
 CLIENTS := .venv-clients
+# Has pip and uv, and makes and fills the others.
+UV := .venv-uv
 RUNS := $(KERNELS)/runs
 KERNEL_TESTS := -m gpu tests/engine/attention tests/engine/formats tests/engine/kernels \
 	tests/engine/ops tests/engine/parallel/nvlink tests/engine/sampling tests/bench/tuner/test_bench_gpu.py
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
-	$(PIP_ARGS) -c constraints-cpu.txt
+INSTALL = $(UV)/bin/python -m scripts.install
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test nightly nightly-test mutants kernels-check quick check lint types imports budgets proto \
-	proto-check api-docs api-docs-check chart-files format properties soak gpu-test clients-test install install-dev clean
+.PHONY: help up down test nightly nightly-test mutants kernels-check quick check lint types imports \
+	budgets proto proto-check api-docs api-docs-check chart-files format properties soak gpu-test \
+	clients-test locks locks-check sbom image-digests install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
@@ -45,7 +49,11 @@ help:
 	@echo "make chart-files  write what the Helm chart has from elsewhere"
 	@echo "make properties  run the property tests with examples of their own"
 	@echo "make soak       the long tests        make gpu-test   the tests that need a GPU"
-	@echo "make clean      remove .venv, .venv-kernels, .venv-clients, .prometheus-3 and caches"
+	@echo "make locks      lock what pyproject.toml asks for (UPGRADE=1: at the newest versions)"
+	@echo "make locks-check  whether the locks are up to date and the public index has all of them"
+	@echo "make sbom       write bills of materials (CycloneDX) of what runs into build/sbom"
+	@echo "make image-digests  write the digests of the images' bases into the Dockerfiles"
+	@echo "make clean      remove .venv, .venv-kernels, .venv-clients, .venv-uv, .prometheus-3 and caches"
 
 up: install
 	$(BIN)/tandem up $(CONFIG)
@@ -131,11 +139,28 @@ api-docs-check: install-dev
 chart-files: install-dev
 	$(BIN)/python scripts/chart_files.py
 
+locks: $(UV)/.installed
+	$(UV)/bin/python -m scripts.locks $(if $(UPGRADE),--upgrade)
+
+locks-check: $(UV)/.installed
+	$(UV)/bin/python -m scripts.locks --check
+
+# The warning: from a list it is not known what needs what.
+sbom: install-dev
+	mkdir -p build/sbom
+	for lock in runtime gpu; do \
+		$(BIN)/python -W ignore::UserWarning -m cyclonedx_py requirements --pyproject pyproject.toml \
+			--output-reproducible -o build/sbom/$$lock.cdx.json requirements/$$lock.txt || exit 1; \
+	done
+
+image-digests:
+	scripts/image_digests.sh
+
 install: $(VENV)/.installed
 
 install-dev: $(VENV)/.installed-dev
 
-$(VENV)/.made $(KERNELS)/.made $(CLIENTS)/.made:
+$(UV)/.installed: requirements/uv.txt
 	@command -v $(PYTHON) >/dev/null || \
 		{ echo "error: no $(PYTHON); install Python 3.11 or later, or: make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -144,41 +169,33 @@ $(VENV)/.made $(KERNELS)/.made $(CLIENTS)/.made:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "error: $(PYTHON) cannot make virtual environments; on Debian:" \
 			"apt-get install python3-venv" >&2; exit 1; }
-	@echo "making $(@D)"
-	$(PYTHON) -m venv $(@D)
+	@echo "installing uv into $(UV)"
+	@$(PYTHON) -m venv $(UV)
+	@$(UV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -q $(PIP_ARGS) \
+		--require-hashes -r requirements/uv.txt
 	@touch $@
 
-$(KERNELS)/.installed: constraints-kernels.txt | $(KERNELS)/.made
-	@echo "installing Triton into $(KERNELS) (a minute the first time)"
-	$(KERNELS)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) \
-		-c constraints-kernels.txt -q torch triton numpy safetensors psutil \
-		hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+$(KERNELS)/.installed: requirements/kernels.txt | $(UV)/.installed
+	@echo "installing Triton into $(KERNELS)"
+	@$(INSTALL) $(KERNELS) requirements/kernels.txt $(PIP_ARGS)
 	@touch $@
 
-# By uv, which is several times as fast with so many, from the index that pip is set up for; torch by pip, as above.
-$(CLIENTS)/.installed: requirements-clients.txt | $(CLIENTS)/.made
-	@echo "installing clients into $(CLIENTS) (a minute or two the first time)"
-	@index="$${PIP_INDEX_URL:-$$($(CLIENTS)/bin/python -m pip config get global.index-url 2>/dev/null || true)}"; \
-	export $${index:+UV_DEFAULT_INDEX="$$index"} UV_LINK_MODE=copy; \
-	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(PIP_ARGS) \
-		-c requirements-clients.txt -q uv==0.13.9 torch==2.13.0 && \
-	$(CLIENTS)/bin/uv pip install -q --no-deps --python $(CLIENTS)/bin/python $(PIP_ARGS) \
-		-r requirements-clients.txt || \
-		{ echo "error: the package index does not give what requirements-clients.txt names (above: which);" \
-			"make clients-test PIP_ARGS=\"--index-url URL\" takes another one" >&2; exit 1; }
+$(CLIENTS)/.installed: requirements/clients.txt | $(UV)/.installed
+	@echo "installing clients into $(CLIENTS)"
+	@$(INSTALL) $(CLIENTS) requirements/clients.txt $(PIP_ARGS)
 	@touch $@
 
-$(VENV)/.installed: pyproject.toml constraints-cpu.txt | $(VENV)/.made
-	@echo "installing dependencies into $(VENV) (minutes the first time)"
-	$(INSTALL) -q -e .
+$(VENV)/.installed: pyproject.toml requirements/runtime.txt | $(UV)/.installed
+	@echo "installing dependencies into $(VENV) (a minute or more the first time)"
+	@$(INSTALL) $(VENV) requirements/runtime.txt --editable . $(PIP_ARGS)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints-cpu.txt constraints-dev.txt | $(VENV)/.made
-	@echo "installing dependencies and tools into $(VENV) (minutes the first time)"
-	$(INSTALL) -c constraints-dev.txt -q -e '.[dev]'
+$(VENV)/.installed-dev: pyproject.toml requirements/dev.txt | $(UV)/.installed
+	@echo "installing dependencies and tools into $(VENV) (a minute or more the first time)"
+	@$(INSTALL) $(VENV) requirements/dev.txt --editable . $(PIP_ARGS)
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(KERNELS) $(CLIENTS) .prometheus-3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(KERNELS) $(CLIENTS) $(UV) .prometheus-3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,8 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAST = ROOT / "tests" / "nightly.toml"
 COMMON = (
     "pyproject.toml",
-    "constraints-kernels.txt",
-    "requirements-clients.txt",
+    "requirements/",
     "Makefile",
     ".ci/",
     "scripts/touched.py",

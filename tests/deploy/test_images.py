@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,15 +14,17 @@ from typing import Any
 import pytest
 import yaml
 
+from deploy.cli import build_parser
+from deploy.commands.common import chosen_config
 from runtime.config_file import load_config
+from scripts.locks import LOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "deploy" / "docker"
 DOCKERFILES = sorted(path for path in DOCKER.glob("Dockerfile.*") if "ignore" not in path.name)
 ACCEPTED = (
-    # The bases' packages and pip's are pinned by the base and by pyproject.toml.
+    # The bases' packages are pinned by the base.
     "DL3008",
-    "DL3013",
     # PIP_ARGS is several words.
     "SC2086",
 )
@@ -62,6 +65,64 @@ def test_images_run_as_the_user_of_the_chart(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == [f"{user}:{user}"]
     assert values["model"]["bundledPath"] in text
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_images_have_what_a_lock_says_and_nothing_else_from_an_index(path: Path) -> None:
+    lock = {"Dockerfile.cpu": "runtime", "Dockerfile.gpu": "gpu"}[path.name]
+    assert "tracing" in LOCKS[lock].extras
+    steps = re.sub(r"\\\n", "", path.read_text(encoding="utf-8"))
+    installs = re.findall(r"\S*pip install[^&\n]*|-m scripts\.install[^&\n]*", steps)
+    assert len(installs) == 3
+    assert "--require-hashes -r requirements/uv.txt" in installs[0]
+    assert all(f" requirements/{lock}.txt " in each for each in installs[1:])
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_stages_have_one_base_and_it_can_be_told(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert re.search(r"^ARG BASE=[\w./-]+:[\w.-]+(@sha256:[0-9a-f]{64})?$", text, re.MULTILINE)
+    stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?$", text, re.MULTILINE)
+    assert {base for base, _ in stages} - {name for _, name in stages} == {"${BASE}"}
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_an_image_starts_by_itself_is_reached_from_outside(path: Path) -> None:
+    said = re.findall(r"^CMD (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    program, *words = json.loads(said[0])
+    assert program == "tandem"
+    config = chosen_config(build_parser().parse_args(words))
+    assert config.router.host == "0.0.0.0"
+    assert config.router.allow_anonymous
+    assert f"EXPOSE {config.router.port} " in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("program", ["skopeo", "docker"])
+def test_digests_are_written_where_a_registry_tells_them(tmp_path: Path, program: str) -> None:
+    """Run twice, with a stand-in for the program that asks the registry."""
+    for path in (ROOT / "scripts/image_digests.sh", *DOCKERFILES):
+        copy = tmp_path / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    asker = tmp_path / "bin" / program
+    asker.parent.mkdir()
+    for name in ("bash", "dirname", "sed"):
+        (asker.parent / name).symlink_to(shutil.which(name) or name)
+    for digit in "12":
+        asker.write_text(f"#!/bin/bash\nprintf 'sha256:{digit * 64}'\n", encoding="utf-8")
+        asker.chmod(0o755)
+        subprocess.run(
+            [tmp_path / "scripts/image_digests.sh"],
+            env={"PATH": str(asker.parent)},
+            check=True,
+            timeout=60,
+        )
+        for path in DOCKERFILES:
+            (tag,) = re.findall(
+                r"^ARG BASE=([^@\n]*)", path.read_text(encoding="utf-8"), re.MULTILINE
+            )
+            text = (tmp_path / path.relative_to(ROOT)).read_text(encoding="utf-8")
+            assert f"\nARG BASE={tag}@sha256:{digit * 64}\n" in text
 
 
 def compose() -> dict[str, Any]:
