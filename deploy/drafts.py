@@ -17,8 +17,10 @@ from worker.auto_drafts import with_possible_drafts, without_drafts
 logger = get_logger(__name__)
 
 
-def with_drafts_decided(config: ClusterConfig) -> ClusterConfig:
+def with_drafts_decided(config: ClusterConfig, model: CommonConfig | None = None) -> ClusterConfig:
     """``config``, whose model is known, with drafts decided: see `decide_drafts`.
+
+    The model is read from its folder where it is not given.
 
     Says in one line of the log why there are none where that was left open. A checkpoint that
     cannot be read is not looked at: whoever starts something checks it.
@@ -26,7 +28,7 @@ def with_drafts_decided(config: ClusterConfig) -> ClusterConfig:
     if not config.decode.leaves_drafts_open:
         return config
     try:
-        model = read_config(config.model.path)
+        model = model or read_config(config.model.path)
     except ConfigError:
         return config
     config, why = decide_drafts(config, model)

@@ -16,7 +16,8 @@ from runtime.config_file import parse_config
 from tests.helm.rendering import PROFILES, Values, probe, profile, render
 
 CALL = 'tandem.checkDrafts" (dict "root" . "live" .Values.global.live)'
-OPEN_GPU = {"device": "cuda", "num_blocks": 0}
+OPEN_GPU = {"device": "cuda"}
+ALL_OF_A_GPU = {"device": "cuda", "num_blocks": "auto"}
 GIVEN_GPU = {"device": "cuda", "num_blocks": 8192}
 
 
@@ -30,8 +31,9 @@ def live_of(toml: str) -> dict[str, dict[str, str]]:
         ("[decode]\ndp = 2\n", {}),
         ("[decode]\nnum_speculative_tokens = 0\n", {}),
         ("[model]\n", {"prefill": OPEN_GPU, "decode": OPEN_GPU}),
+        ("[model]\n", {"prefill": ALL_OF_A_GPU, "decode": ALL_OF_A_GPU}),
     ],
-    ids=["of an older chart", "said none", "as many blocks as fit"],
+    ids=["of an older chart", "said none", "as many blocks as fit", "said so"],
 )
 def test_an_upgrade_that_would_turn_drafts_on_in_passing_is_refused(
     tmp_path: Path, toml: str, config: Values
@@ -49,9 +51,8 @@ def test_an_upgrade_that_would_turn_drafts_on_in_passing_is_refused(
         ("[model]\n", {"decode": {"num_speculative_tokens": 0}}),
         ("[model]\n", {"decode": {"num_speculative_tokens": 1}}),
         ("[model]\n", {"prefill": GIVEN_GPU, "decode": OPEN_GPU}),
-        ("[model]\n", {"prefill": OPEN_GPU, "decode": {"device": "cuda"}}),
     ],
-    ids=["has the default", "has one", "stays without", "says one", "given", "given by default"],
+    ids=["has the default", "has one", "stays without", "says one", "given"],
 )
 def test_any_other_upgrade_is_not(tmp_path: Path, toml: str, config: Values) -> None:
     """Where a GPU has a given number of blocks the default is none, as it was."""
