@@ -102,9 +102,9 @@ def _check_devices(world_size: int) -> None:
     found = torch.cuda.device_count()
     if found < world_size:
         problem = f"this host has {found} CUDA device(s), one is needed per rank"
-        fix = (
-            f"at most {found}" if found else "a host with GPUs (`tandem doctor` says what is here)"
-        )
+        fix = f"at most {found}"
+        if not found:
+            fix = "a machine with GPUs (`tandem doctor` says what is here)"
         raise ConfigError("tp x dp", world_size, problem, f"{fix}, or --device cpu")
 
 
