@@ -1,12 +1,13 @@
 """Whether a cluster has drafts, where its file leaves that open: decided before a start.
 
-File and checkpoint decide (`worker.auto_drafts`), and the memory of a decode rank where
+File and checkpoint decide (`worker.auto_drafts`), and the memory of the ranks of both roles where
 ``decode.device_memory_gib`` tells it: "default" and "auto" never refuse what runs without drafts.
 """
 
 from __future__ import annotations
 
 from deploy.decode_memory import plan_decode_memory
+from deploy.prefill_memory import plan_prefill_memory
 from engine.model.registry import read_config
 from engine.model.spec import CommonConfig
 from runtime.config import ClusterConfig
@@ -59,6 +60,7 @@ def decide_drafts(config: ClusterConfig, model: CommonConfig) -> tuple[ClusterCo
 
 def _memory_problem(config: ClusterConfig, model: CommonConfig) -> ConfigError | None:
     try:
+        plan_prefill_memory(config, model)
         plan_decode_memory(config, model)
     except ConfigError as error:
         return error

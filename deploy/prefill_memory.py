@@ -57,10 +57,17 @@ def plan_prefill_memory(config: ClusterConfig, model: CommonConfig) -> PrefillBu
         raise ConfigError(prefill.ranks_field, prefill.num_ranks, problem, _more(config, experts))
     layers = experts.num_kv_layers(with_mtp=_has_drafts(config))
     most = room // (layers * latent_bytes(config, model))
+    asked, fitting = prefill.sizes.num_blocks, most // prefill.block_size
+    if length <= most < asked * prefill.block_size:
+        problem = (
+            f"at most {fitting} fit in a GPU of {gib:g} GiB beside {budget.weights / 1e9:.1f} GB "
+            "of weights"
+        )
+        raise ConfigError("prefill.num_blocks", asked, problem, '"auto" (as many as fit)')
     if most < length:
         problem = (
             f"beside {budget.weights / 1e9:.1f} GB of weights a rank with a GPU of {gib:g} GiB "
-            f"has room for a request of {most} tokens, and they have {length}"
+            f"has room for a request of {most} tokens, and one may have {length}"
         )
         fix = f"{_more(config, experts)}, or model.max_model_len of {most} or less"
         raise ConfigError(prefill.ranks_field, prefill.num_ranks, problem, fix)

@@ -19,13 +19,16 @@ from typing import Any
 
 import pytest
 
-from deploy.checks import num_devices_needed, plan_instances
 from deploy.cli import build_parser, main
 from deploy.commands.common import settings_of
+from deploy.model_shapes import shape_names
+from deploy.plan import num_devices_needed, plan_instances
 from router.keys.file import read_keys
 from router.models_file import read_models
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config, load_config, parse_config, with_settings
+from tests.deploy.test_help import ALL as HELPS
+from tests.deploy.test_help import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -92,14 +95,19 @@ def shapes_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     return SHAPES[:2] if shipped_file(arguments) else SHAPES
 
 
+def named_shape(arguments: argparse.Namespace) -> str | None:
+    """The shape of the checkpoint that a command names, where its folder is called like one."""
+    name = Path(getattr(arguments, "model", None) or "").name.lower()
+    return name if name in shape_names() else None
+
+
 def config_of(arguments: argparse.Namespace) -> ClusterConfig:
     """What a command configures; a file that is its reader's says nothing."""
     config = load_config(shipped_file(arguments))
-    settings: list[str] = []
-    if "settings" in arguments:
-        arguments.model = None  # its reader's, too
-        settings += settings_of(arguments)
-    return with_settings(config, settings, base=Path("/somewhere"))
+    if "settings" not in arguments:
+        return config
+    bare = argparse.Namespace(**{**vars(arguments), "model": None})  # its reader's, too
+    return with_settings(config, settings_of(bare), base=Path("/somewhere"))
 
 
 class Host:
@@ -155,12 +163,16 @@ def faults_of(
     capsys: pytest.CaptureFixture[str],
     *,
     shapes: tuple[str, ...] = SHAPES,
+    on_cpus: str | None = None,
     num_devices: int | None = None,
 ) -> list[str]:
-    """What `tandem validate` refuses of a configuration that a document gives."""
+    """What `tandem validate` refuses of a configuration that a document gives.
+
+    On GPUs it is for all of ``shapes``; on CPUs for the shape ``on_cpus``, or the bundled model.
+    """
     found = []
     for variant, number in variants(config):
-        for shape in shapes if is_on_gpus(variant) else (None,):
+        for shape in shapes if is_on_gpus(variant) else (on_cpus,):
             capsys.readouterr()
             more = () if shape is None else ("--model-shape", shape)
             status = host.validate(variant, "--devices", str(num_devices or number), *more)
@@ -177,27 +189,39 @@ def is_of_the_model(error: str, shape: str | None) -> bool:
     )
 
 
+def faults_of_command(
+    words: list[str], host: Host, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """What is refused of a command: its words, or the cluster that it is about."""
+    try:
+        arguments = build_parser().parse_args(words)
+    except SystemExit:
+        return [capsys.readouterr().err]
+    if words[0] not in STARTS:
+        return []
+    return faults_of(
+        config_of(arguments),
+        host,
+        capsys,
+        shapes=shapes_of(arguments),
+        on_cpus=named_shape(arguments),
+        num_devices=getattr(arguments, "devices", None),
+    )
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_every_command_is_one(
     document: Path, host: Host, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    faults = []
-    for words in commands(document):
-        try:
-            arguments = build_parser().parse_args(words)
-        except SystemExit:
-            faults.append((words, capsys.readouterr().err))
-            continue
-        if words[0] in STARTS:
-            found = faults_of(
-                config_of(arguments),
-                host,
-                capsys,
-                shapes=shapes_of(arguments),
-                num_devices=getattr(arguments, "devices", None),
-            )
-            faults += [(words, fault) for fault in found]
-    assert faults == []
+    found = [(words, faults_of_command(words, host, capsys)) for words in commands(document)]
+    assert [(words, faults) for words, faults in found if faults] == []
+
+
+def test_every_example_of_a_help_is_one(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [words[1:] for parser in HELPS for words in examples(parser)]
+    assert len(lines) > 50
+    found = [(words, faults_of_command(words, host, capsys)) for words in lines]
+    assert [(words, faults) for words, faults in found if faults] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
@@ -234,6 +258,7 @@ def test_the_command_of_the_first_page_is_among_them() -> None:
         "tandem up --set decode.dpp=2",
         "tandem up --set decode.device=cuda --set decode.num_blocks=300",
         "tandem up --set prefill.device=cuda --set prefill.tp=3",
+        "tandem up --model /models/DeepSeek-V3",
     ],
 )
 def test_what_would_be_refused_is_found(

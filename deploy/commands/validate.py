@@ -69,9 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = with_shape(chosen, shape)
         if shape.refusal is not None:
             print(f"not served   {shape.refusal}")
-    config = resolve_config(chosen, shape=shape and shape.model)
+    published = shape.model if shape else None
+    config = resolve_config(chosen, shape=published)
     num_devices = count_devices_for(config) if arguments.devices is None else arguments.devices
-    check_config(config, num_devices=num_devices, shape=shape and shape.model)
+    check_config(config, num_devices=num_devices, shape=published)
     keys = checked_keys(config)
     plans = plan_instances(config)
     for plan in plans:
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"devices      {num_devices_needed(plans)} of {num_devices} CUDA devices")
     if keys is not None:
         print(f"API keys     {len(keys.current())}")
-    model = shape.model if shape else read_model(config)
+    model = published or read_model(config)
     print(f"drafts       {_drafts_of(chosen, config, model)}")
     for remark in (*model.remarks, *remarks_of(config), *remarks_of_tiers(config, keys)):
         print(f"note         {remark}")

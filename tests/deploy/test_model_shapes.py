@@ -156,6 +156,32 @@ def test_following_the_fix_of_prefill_helps(name: str, asked: dict[str, int]) ->
     plan(**{axis: int(ranks[1])})
 
 
+def test_given_blocks_of_prefill_fit_or_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"--devices 16 --set prefill.tp=8 --set decode.dp=8 {H200} {GPUS}"
+    words = ["validate", "--model-shape", "deepseek-r1", *command.split()]
+    assert main([*words, "--set", "prefill.num_blocks=30000"]) == 2
+    error = capsys.readouterr().err
+    found = re.search(r"prefill\.num_blocks = 30000: at most (\d+) fit .* Fix: \"auto\"", error)
+    assert found is not None
+    # All of the GPU is given here; as many as fit would be within a share of it.
+    assert main([*words, "--set", f"prefill.num_blocks={found[1]}"]) == 0
+    assert main([*words, "--set", f"prefill.num_blocks={int(found[1]) + 1}"]) == 2
+
+
+def test_a_layer_for_drafts_never_refuses_a_prefill_that_fits_without(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In a GPU that holds a rank and one request, and not the layer beside them."""
+    command = f"--devices 40 --set prefill.tp=8 --set decode.dp=32 {GPUS}"
+    words = ["validate", "--model-shape", "deepseek-r1", *command.split()]
+    drafts = {}
+    for tenths in range(1000, 1050, 5):
+        status = main([*words, "--set", f"decode.device_memory_gib={tenths / 10}"])
+        found = re.search(r"^drafts +(\w+)", capsys.readouterr().out, re.MULTILINE)
+        drafts[tenths] = found[1] if found and not status else "refused"
+    assert [*dict.fromkeys(drafts.values())] == ["refused", "none", "1"]
+
+
 def test_slices_of_experts_weigh_what_whole_ones_do() -> None:
     shape = read_model_shape("deepseek-v3")
     found = set()
