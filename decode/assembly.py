@@ -288,7 +288,7 @@ def build_rank(
     scheduler = DecodeScheduler(
         pool,
         _host_store(side, decode.preemption_host_blocks),
-        max_num_seqs=decode.max_num_seqs,
+        max_num_seqs=decode.sizes.max_num_seqs,
         max_model_len=side.max_model_len,
         drafts=DraftSteps(num_drafts=side.max_drafts, takes=GraphSampler.takes),
     )

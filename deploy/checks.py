@@ -18,13 +18,15 @@ from deploy.drafts import with_drafts_decided
 from deploy.model_folder import with_model
 from deploy.plan import num_devices_needed, plan_instances
 from deploy.ports import free_ports, listen_at
+from deploy.prefill_memory import plan_prefill_memory
 from deploy.ray_connection import FAR_AWAY, ray_host
 from engine.model.registry import read_config, spec_of
 from engine.model.spec import CommonConfig, num_expert_slots
 from kv_transfer.transports import expected_transport
 from router.keys.source import KeySource, key_source
 from router.keys.tiers import check_tiers_of, unreachable_tiers
-from runtime.config import ClusterConfig, ClusterSection
+from runtime.config import ClusterConfig, ClusterSection, DecodeSection, PrefillSection
+from runtime.config.sizes import AUTO
 from runtime.config_file import on_this_host
 from runtime.errors import ConfigError
 from runtime.net import is_loopback, is_wildcard
@@ -35,9 +37,9 @@ from worker.engine_options import parallel_dims, recorded_load
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def resolve_config(config: ClusterConfig) -> ClusterConfig:
+def resolve_config(config: ClusterConfig, *, shape: CommonConfig | None = None) -> ClusterConfig:
     """``config`` with what it leaves open: the model's folder, name and compute type, ports, and
-    whether there can be drafts.
+    whether there can be drafts, with a model of that ``shape`` if one is given.
 
     Raises:
         ConfigError: ``cluster.host`` or ``router.host`` is no address of this machine, or this
@@ -56,7 +58,7 @@ def resolve_config(config: ClusterConfig) -> ClusterConfig:
     )
     found = with_model(config)
     model = dataclasses.replace(found.model, dtype=found.compute_dtype)
-    return with_drafts_decided(dataclasses.replace(found, model=model, router=router))
+    return with_drafts_decided(dataclasses.replace(found, model=model, router=router), shape)
 
 
 def _with_own_address(config: ClusterConfig) -> ClusterConfig:
@@ -82,8 +84,12 @@ def _with_own_address(config: ClusterConfig) -> ClusterConfig:
     return dataclasses.replace(config, cluster=dataclasses.replace(cluster, host=host))
 
 
-def check_config(config: ClusterConfig, *, num_devices: int) -> None:
+def check_config(
+    config: ClusterConfig, *, num_devices: int, shape: CommonConfig | None = None
+) -> None:
     """Refuse what can be known to fail; ``config`` is resolved, ports are not looked at.
+
+    With a ``shape`` no folder of a model is needed.
 
     Raises:
         ConfigError: with the field's path and the fix.
@@ -95,14 +101,16 @@ def check_config(config: ClusterConfig, *, num_devices: int) -> None:
     _check_router_host(config)
     _check_certificate(config)
     _check_data_ports(config)
-    model = read_model(config)
-    _check_files(config)
+    model = shape or read_model(config)
+    if shape is None:
+        _check_files(config)
     for role in ("prefill", "decode"):
         spec_of(model).check_device(f"{role}.device", getattr(config, role).device)
     _check_parallel(config, model)
     _check_drafts(config, model)
-    plan_decode_memory(config, model)
     _check_lengths(config, model)
+    plan_prefill_memory(config, model)
+    plan_decode_memory(config, model)
     _check_places(config)
     _check_devices(config, num_devices)
 
@@ -257,24 +265,27 @@ def _check_lengths(config: ClusterConfig, model: CommonConfig) -> None:
         )
     length = wanted or most
     for role in ("prefill", "decode"):
-        section = getattr(config, role)
-        if not section.num_blocks:
+        section: PrefillSection | DecodeSection = getattr(config, role)
+        num_blocks = section.sizes.num_blocks
+        if not num_blocks:
             continue  # known when the rank has measured its GPU
-        num_tokens = (section.num_blocks - 1) * section.block_size
-        if num_tokens < length:
+        most = (num_blocks - 1) * section.block_size
+        if most < length:
             needed = -(-length // section.block_size) + 1
+            chosen = f"{num_blocks} blocks on a CPU: " if section.num_blocks == AUTO else ""
+            all_that_fit = f'"{AUTO}" (as many as fit), ' if section.device == "cuda" else ""
             raise ConfigError(
                 f"{role}.num_blocks",
                 section.num_blocks,
-                f"one request of {length} tokens (model.max_model_len) does not fit",
-                f"{needed} or more, or a smaller model.max_model_len",
+                f"{chosen}one request of {length} tokens (model.max_model_len) does not fit",
+                f"{all_that_fit}{needed} or more, or model.max_model_len of {most} or less",
             )
 
 
 def _check_places(config: ClusterConfig) -> None:
     """Refuse a router that lets in fewer requests than decode runs at once."""
     decode, router = config.decode, config.router
-    num_slots = decode.instances * decode.dp * decode.max_num_seqs
+    num_slots = decode.instances * decode.dp * decode.sizes.max_num_seqs
     problem = f"decode runs {num_slots} requests at once (instances * dp * max_num_seqs)"
     if 0 < router.max_concurrent_requests < num_slots:
         fix = f"0 (as many as decode can hold), or {num_slots} or more"

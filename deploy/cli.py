@@ -44,7 +44,7 @@ Command = Callable[[argparse.Namespace], int]
 _EXAMPLES = """\
 examples:
   tandem up                              # the bundled model on this CPU
-  tandem up --model /models/DeepSeek-V3 --port 9000
+  tandem up --model ./my-model --port 9000
   tandem generate "def fibonacci(n):"    # in another shell
   tandem status
   tandem down

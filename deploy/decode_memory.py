@@ -38,19 +38,18 @@ def plan_decode_memory(config: ClusterConfig, model: CommonConfig) -> DecodeBudg
     experts = model.experts
     if decode.device != "cuda" or not decode.device_memory_gib or experts is None:
         return None
-    dtype = config.compute_dtype if decode.kv_dtype == "auto" else decode.kv_dtype
     choices = engine_options(decode).draft_choices
-    buckets = batch_buckets(decode.max_num_seqs)
+    buckets = batch_buckets(decode.sizes.max_num_seqs)
     plan = DecodePlan(
         num_ranks=decode.dp,
         num_redundant_experts=decode.num_redundant_experts,
-        max_tokens_per_rank=decode.max_tokens_per_rank,
-        max_num_seqs=decode.max_num_seqs,
-        num_speculative_tokens=choices.of(decode.max_num_seqs)[-1],
+        max_tokens_per_rank=decode.tokens_per_rank,
+        max_num_seqs=decode.sizes.max_num_seqs,
+        num_speculative_tokens=choices.of(decode.sizes.max_num_seqs)[-1],
         is_adaptive=choices.are_open,
         by_nvlink=decode.dispatcher == "nvlink",
         block_size=decode.block_size,
-        latent_bytes=model.kv_spec.width * _ITEM_BYTES[dtype],
+        latent_bytes=latent_bytes(config, model),
         num_graphs=sum(len(choices.of(bucket)) for bucket in buckets),
         moves_experts=decode.rebalance_experts == "on",
         device_bytes=int(decode.device_memory_gib * decode_share(decode) * 2**30),
@@ -62,28 +61,35 @@ def plan_decode_memory(config: ClusterConfig, model: CommonConfig) -> DecodeBudg
         raise ConfigError(path, error.value, error.problem, error.fix) from error
     length = config.model.max_model_len or model.max_position_embeddings
     needed = 1 + -(-length // decode.block_size)
-    if not decode.num_blocks and budget.num_blocks < needed:
+    asked = decode.sizes.num_blocks
+    if not asked and budget.num_blocks < needed:
         raise ConfigError(
             "decode.num_blocks",
-            0,
+            decode.num_blocks,
             f"a request of {length} tokens needs {needed} blocks, and {budget.num_blocks} fit in "
             f"{decode.gpu_memory_fraction:g} of a GPU of {decode.device_memory_gib:g} GiB",
             "a smaller model.max_model_len, more ranks, or a larger decode.gpu_memory_fraction",
         )
-    if decode.num_blocks > budget.num_blocks:
+    if asked > budget.num_blocks:
         raise ConfigError(
             "decode.num_blocks",
-            decode.num_blocks,
+            asked,
             f"a GPU of {decode.device_memory_gib:g} GiB has room for {budget.num_blocks} beside "
             f"{budget.weights / 1e9:.1f} GB of weights",
-            f"{budget.num_blocks} or less, or more ranks",
+            f'"auto" (as many as fit), {budget.num_blocks} or less, or more ranks',
         )
     return budget
 
 
+def latent_bytes(config: ClusterConfig, model: CommonConfig) -> int:
+    """Bytes of a token and layer in the KV pools of both roles."""
+    asked = config.decode.kv_dtype
+    return model.kv_spec.width * _ITEM_BYTES[config.compute_dtype if asked == "auto" else asked]
+
+
 def decode_share(decode: DecodeSection) -> float:
     """What of a GPU is divided: all of it, or the share within which blocks are to be chosen."""
-    return 1.0 if decode.num_blocks else decode.gpu_memory_fraction
+    return 1.0 if decode.sizes.num_blocks else decode.gpu_memory_fraction
 
 
 def describe_decode_memory(budget: DecodeBudget) -> list[str]:

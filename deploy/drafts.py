@@ -1,12 +1,13 @@
 """Whether a cluster has drafts, where its file leaves that open: decided before a start.
 
-File and checkpoint decide (`worker.auto_drafts`), and the memory of a decode rank where
+File and checkpoint decide (`worker.auto_drafts`), and the memory of the ranks of both roles where
 ``decode.device_memory_gib`` tells it: "default" and "auto" never refuse what runs without drafts.
 """
 
 from __future__ import annotations
 
 from deploy.decode_memory import plan_decode_memory
+from deploy.prefill_memory import plan_prefill_memory
 from engine.model.registry import read_config
 from engine.model.spec import CommonConfig
 from runtime.config import ClusterConfig
@@ -17,8 +18,10 @@ from worker.auto_drafts import with_possible_drafts, without_drafts
 logger = get_logger(__name__)
 
 
-def with_drafts_decided(config: ClusterConfig) -> ClusterConfig:
+def with_drafts_decided(config: ClusterConfig, model: CommonConfig | None = None) -> ClusterConfig:
     """``config``, whose model is known, with drafts decided: see `decide_drafts`.
+
+    The model is read from its folder where it is not given.
 
     Says in one line of the log why there are none where that was left open. A checkpoint that
     cannot be read is not looked at: whoever starts something checks it.
@@ -26,7 +29,7 @@ def with_drafts_decided(config: ClusterConfig) -> ClusterConfig:
     if not config.decode.leaves_drafts_open:
         return config
     try:
-        model = read_config(config.model.path)
+        model = model or read_config(config.model.path)
     except ConfigError:
         return config
     config, why = decide_drafts(config, model)
@@ -57,6 +60,7 @@ def decide_drafts(config: ClusterConfig, model: CommonConfig) -> tuple[ClusterCo
 
 def _memory_problem(config: ClusterConfig, model: CommonConfig) -> ConfigError | None:
     try:
+        plan_prefill_memory(config, model)
         plan_decode_memory(config, model)
     except ConfigError as error:
         return error

@@ -174,8 +174,8 @@ def build_scheduler(section: PrefillSection, num_blocks: int) -> Scheduler:
     )
     return Scheduler(
         pool,
-        max_num_seqs=section.max_num_seqs,
-        max_num_batched_tokens=section.max_num_batched_tokens,
+        max_num_seqs=section.sizes.max_num_seqs,
+        max_num_batched_tokens=section.sizes.max_num_batched_tokens,
     )
 
 
@@ -195,8 +195,8 @@ def layout_of(kv_pool: KVPool, num_ranks: int) -> KVLayout:
 def plan_shape_of(config: ClusterConfig, max_model_len: int) -> PlanShape:
     """The size of step plans: the same on every rank."""
     return PlanShape(
-        max_num_tokens=config.prefill.max_num_batched_tokens,
-        max_num_seqs=config.prefill.max_num_seqs,
+        max_num_tokens=config.prefill.sizes.max_num_batched_tokens,
+        max_num_seqs=config.prefill.sizes.max_num_seqs,
         max_num_blocks=-(-max_model_len // config.prefill.block_size),
     )
 

@@ -93,7 +93,7 @@ class FollowerDriver:
         section = self._options.config.prefill
         if num_tokens is not None:
             return self._thread.watch(what, section.step_limit_s(num_tokens))
-        limit_s = section.step_limit_s(section.max_num_batched_tokens)
+        limit_s = section.step_limit_s(section.sizes.max_num_batched_tokens)
         return self._thread.watch(what, limit_s and limit_s + PLAN_MARGIN_S)
 
     def _ticket_closed(self, closure: Closure) -> None:

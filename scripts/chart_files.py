@@ -48,6 +48,8 @@ CHARTS_OWN = {
 """Fields that follow from other values of the chart. Clients' certificates (``tls.http_mutual``)
 are not among these values: probes have none."""
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
+WORDS = ("auto", "default")
+"""That stand in place of a number."""
 IMPOSSIBLE = {str: "no such value", int: -(10**12), float: -1e12}
 
 
@@ -104,7 +106,9 @@ def _closed(properties: dict[str, Any]) -> dict[str, object]:
 def _field(kind: type, refusal_of: Callable[[object], ConfigError | None]) -> dict[str, object]:
     kinds = get_args(kind)
     if kinds:
-        return {"anyOf": [_field(one, refusal_of) for one in kinds]}
+        words = [word for word in WORDS if refusal_of(word) is None]
+        numbers = [_field(one, refusal_of) for one in kinds if one is not str]
+        return {"anyOf": [*numbers, {"enum": words}]}
     schema: dict[str, object] = {"type": TYPES[kind]}
     refusal = refusal_of(IMPOSSIBLE.get(kind))
     if refusal is None:

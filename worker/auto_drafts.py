@@ -94,10 +94,10 @@ def _without_layer(config: ClusterConfig, model: CommonConfig) -> str:
 def _without_room(config: ClusterConfig, model: CommonConfig) -> str:
     """Why there may be no room for the drafts of ``config``; "" where there is."""
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
-        if section.device != "cpu" and section.num_blocks:
+        if section.device != "cpu" and section.sizes.num_blocks:
             return (
                 f"{role}.num_blocks = {section.num_blocks}: whether a GPU has room for the layer "
-                "for drafts beside so many is not known. Fix: 0 (as many as fit), or 1 draft"
+                'for drafts beside so many is not known. Fix: "auto" (as many as fit), or 1 draft'
             )
     decode = config.decode
     if decode.device == "cpu" or decode.dp == 1:

@@ -35,11 +35,12 @@ _DTYPES: Final = {
 def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
     """Return what a rank of a role is told; its refusals name the fields of the section."""
     steps: ChunkSteps | TokenSteps
+    sizes = section.sizes
     match section:
         case PrefillSection():
             prefix = "prefill."
             steps = ChunkSteps(
-                max_num_batched_tokens=section.max_num_batched_tokens,
+                max_num_batched_tokens=sizes.max_num_batched_tokens,
                 two_batch_overlap=Switch(section.two_batch_overlap),
                 scatter_tokens=section.is_scattered,
                 cuda_graphs=Switch(section.cuda_graphs),
@@ -55,21 +56,21 @@ def engine_options(section: PrefillSection | DecodeSection) -> EngineOptions:
                 overlap_shared_expert=section.overlap_shared_expert,
                 dependent_launches=Switch(section.dependent_launches),
                 dispatcher=DispatcherKind(section.dispatcher),
-                max_tokens_per_rank=section.max_tokens_per_rank,
+                max_tokens_per_rank=section.tokens_per_rank,
                 num_speculative_tokens=_or_auto(section.num_speculative_tokens),
                 record_waits=Switch(section.record_waits),
             )
     return EngineOptions(
         steps=steps,
         kv=KVOptions(
-            num_blocks=section.num_blocks,
+            num_blocks=sizes.num_blocks,
             block_size=section.block_size,
             gpu_memory_fraction=section.gpu_memory_fraction,
             dtype=_DTYPES.get(section.kv_dtype),  # none of the name "auto": the model's
         ),
         device=section.device,
         num_threads=section.num_threads,
-        max_num_seqs=section.max_num_seqs,
+        max_num_seqs=sizes.max_num_seqs,
         num_redundant_experts=section.num_redundant_experts,
         rebalance_experts=Switch(section.rebalance_experts),
         rebalance_host_gib=section.rebalance_host_gib,

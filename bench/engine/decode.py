@@ -57,7 +57,7 @@ def run_decode(options: DecodeOptions, models: RankModels) -> Report | None:
     rank = models.get(options)
     said = open_tokens(options)
     requests = invent_requests(options, rank, said)
-    sizes = step_sizes(options.requests, section.max_num_seqs)
+    sizes = step_sizes(options.requests, section.sizes.max_num_seqs)
     each, choices = options.rows_each, engine_options(section).draft_choices
     numbers = {(size, count) for size in sizes for count in choices.of(size)}
     rows = sorted({*sizes, *(size * (1 + count) for size, count in numbers)})
@@ -248,10 +248,10 @@ class _DecodeBench:
         if options.section.wants_graphs or engine.draft_choices.most:
             self._runner = capture_steps(
                 session.runner,
-                max_num_seqs=options.section.max_num_seqs,
+                max_num_seqs=options.section.sizes.max_num_seqs,
                 max_model_len=session.rank.max_model_len,
                 group=group,
-                buckets=step_sizes(options.requests, options.section.max_num_seqs),
+                buckets=step_sizes(options.requests, options.section.sizes.max_num_seqs),
                 num_drafts=engine.draft_choices,
                 use_graphs=options.section.wants_graphs,
             )

@@ -102,7 +102,10 @@ def _check_devices(world_size: int) -> None:
     found = torch.cuda.device_count()
     if found < world_size:
         problem = f"this host has {found} CUDA device(s), one is needed per rank"
-        raise ConfigError("tp x dp", world_size, problem, f"at most {found}, or --device cpu")
+        fix = f"at most {found}"
+        if not found:
+            fix = "a machine with GPUs (`tandem doctor` says what is here)"
+        raise ConfigError("tp x dp", world_size, problem, f"{fix}, or --device cpu")
 
 
 def _torchrun_place(environment: Mapping[str, str]) -> RankPlace | None:

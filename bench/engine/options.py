@@ -236,10 +236,10 @@ class PrefillOptions:
         if self.setup.shard_of and self.setup.tp > 1 and not section.expert_parallel:
             problem = "the ranks of a proxy share the experts"
             raise ConfigError("prefill.expert_parallel", False, problem, "leave it out")
-        if section.max_num_seqs < self.num_prompts:
+        if section.sizes.max_num_seqs < self.num_prompts:
             problem = f"a batch has {self.num_prompts} prompts"
             raise ConfigError(
-                "prefill.max_num_seqs", section.max_num_seqs, problem, f"{self.num_prompts}"
+                "prefill.max_num_seqs", section.sizes.max_num_seqs, problem, f"{self.num_prompts}"
             )
 
     @property
@@ -249,7 +249,7 @@ class PrefillOptions:
             "tp": self.setup.tp,
             "dp": self.setup.dp,
             "max_num_batched_tokens": self.batch_tokens,
-            "max_num_seqs": max(PrefillSection().max_num_seqs, self.num_prompts),
+            "max_num_seqs": max(PrefillSection().sizes.max_num_seqs, self.num_prompts),
         }
         return self.setup.configure("prefill", defaults)
 
@@ -324,10 +324,10 @@ class DecodeOptions:
             raise ConfigError("accept", self.accept, problem, "0 to 1, with --drafts")
         self._check_tokens()
         section = self.section
-        if section.max_num_seqs < max(self.requests):
+        if section.sizes.max_num_seqs < max(self.requests):
             problem = f"a rank has {max(self.requests)} requests"
             raise ConfigError(
-                "decode.max_num_seqs", section.max_num_seqs, problem, f"{max(self.requests)}"
+                "decode.max_num_seqs", section.sizes.max_num_seqs, problem, f"{max(self.requests)}"
             )
 
     def _check_tokens(self) -> None:
@@ -350,7 +350,7 @@ class DecodeOptions:
             "dp": self.setup.dp,
             "max_num_seqs": most,
             "max_tokens_per_rank": max(
-                DecodeSection().max_tokens_per_rank, -(-most_rows // step) * step
+                DecodeSection().tokens_per_rank, -(-most_rows // step) * step
             ),
             "num_speculative_tokens": self.drafts,
         }

@@ -92,7 +92,7 @@ def sizes_to_capture(options: PrefillOptions, rank: RankModel) -> tuple[int, ...
     """Return the numbers of tokens whose steps are replayed, ascending, of those that come."""
     wanted = engine_options(options.section).wants_graphs and not why_no_chunks(rank.model)
     counts = {options.batch_tokens, *([options.prompt_len] if options.ttft else [])}
-    sizes = chunk_sizes(options.section.max_num_batched_tokens)
+    sizes = chunk_sizes(options.section.sizes.max_num_batched_tokens)
     taken = (count for count in counts if wanted and count <= sizes[-1])
     return tuple(sorted({bucket_for(count, sizes) for count in taken}))
 

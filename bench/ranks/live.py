@@ -78,7 +78,7 @@ class LiveRank:
         """
         self._options = options
         self._requests: RunningRequests = invent_requests(options, rank)
-        self._sizes = step_sizes(options.requests, options.section.max_num_seqs)
+        self._sizes = step_sizes(options.requests, options.section.sizes.max_num_seqs)
         rank.compile_for(products(rank.model, self._sizes[-1], rows=list(self._sizes)))
         self.session: Session = open_session(
             rank,
@@ -97,7 +97,7 @@ class LiveRank:
             return GraphRunner(session.runner, None)
         return capture_steps(
             session.runner,
-            max_num_seqs=section.max_num_seqs,
+            max_num_seqs=section.sizes.max_num_seqs,
             max_model_len=session.rank.max_model_len,
             group=session.rank.groups.boot_group,
             buckets=self._sizes,

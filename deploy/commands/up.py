@@ -39,7 +39,7 @@ _STOP_TIMEOUT_S = 70.0
 
 _EXAMPLES = """
 tandem up                                    # the bundled model on this CPU
-tandem up --model /models/DeepSeek-V3 --port 9000
+tandem up --model ./my-model --port 9000
 tandem up cluster.toml --set decode.instances=2 --set decode.dp=8
 tandem up --detach                           # returns when ready; tandem down stops it
 """

@@ -14,7 +14,7 @@ from deploy.display import posture_table
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
     from engine.model.spec import CommonConfig
-    from runtime.config import ClusterConfig
+    from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -27,6 +27,7 @@ def add_parser(commands: Subparsers) -> None:
         examples="""
 tandem validate cluster.toml
 tandem validate cluster.toml --devices 16 --set decode.dp=8    # for another host
+tandem validate cluster.toml --devices 24 --model-shape deepseek-r1   # before its weights are here
 """,
     )
     add_config_arguments(parser)
@@ -35,6 +36,12 @@ tandem validate cluster.toml --devices 16 --set decode.dp=8    # for another hos
         type=int,
         metavar="N",
         help="check for a cluster of N CUDA devices instead of this machine's",
+    )
+    parser.add_argument(
+        "--model-shape",
+        metavar="NAME",
+        help="check for a published model instead of a folder: deepseek-v3, deepseek-r1, kimi-k2, "
+        "...; decode.device_memory_gib says what a GPU has",
     )
     parser.set_defaults(command=run)
 
@@ -51,35 +58,59 @@ def run(arguments: argparse.Namespace) -> int:
         resolve_config,
     )
     from deploy.decode_memory import describe_decode_memory, plan_decode_memory
+    from deploy.model_shapes import read_model_shape, with_shape
     from deploy.plan import num_devices_needed, plan_instances
     from deploy.posture import posture_of
+    from deploy.prefill_memory import describe_prefill_memory, plan_prefill_memory
 
-    chosen = chosen_config(arguments)
-    config = resolve_config(chosen)
+    chosen, shape = chosen_config(arguments), None
+    if arguments.model_shape is not None:
+        shape = read_model_shape(arguments.model_shape)
+        chosen = with_shape(chosen, shape)
+        if shape.refusal is not None:
+            print(f"not served   {shape.refusal}")
+    published = shape.model if shape else None
+    config = resolve_config(chosen, shape=published)
     num_devices = count_devices_for(config) if arguments.devices is None else arguments.devices
-    check_config(config, num_devices=num_devices)
+    check_config(config, num_devices=num_devices, shape=published)
     keys = checked_keys(config)
     plans = plan_instances(config)
     for plan in plans:
         ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
         print(f"{plan.name:<12} {ranks} on {plan.device}")
-    print(f"model        {config.model.name} ({config.model.path})")
+    for role, section in (("prefill", config.prefill), ("decode", config.decode)):
+        print(f"{role} step".ljust(12), _sizes_of(section))
+    source = f"as {shape.name} is published" if shape else config.model.path
+    print(f"model        {config.model.name} ({source})")
     _print_further_models(config)
     print(f"computes in  {config.compute_dtype}")
     print(f"devices      {num_devices_needed(plans)} of {num_devices} CUDA devices")
     if keys is not None:
         print(f"API keys     {len(keys.current())}")
-    model = read_model(config)
+    model = published or read_model(config)
     print(f"drafts       {_drafts_of(chosen, config, model)}")
     for remark in (*model.remarks, *remarks_of(config), *remarks_of_tiers(config, keys)):
         print(f"note         {remark}")
+    held = plan_prefill_memory(config, model)
+    if held is not None:
+        print(describe_prefill_memory(held))
     budget = plan_decode_memory(config, model)
     if budget is not None:
         print("\n".join(describe_decode_memory(budget)))
+    if shape is not None and shape.refusal is not None:
+        raise shape.refusal
     print(f"{arguments.config or 'the configuration'} is valid")
     print()
     Console().print(posture_table(posture_of(config, has_keys=keys is not None)), highlight=False)
     return 0
+
+
+def _sizes_of(section: PrefillSection | DecodeSection) -> str:
+    """What a step of a rank takes, and its pool."""
+    sizes = section.sizes
+    tokens = sizes.max_num_batched_tokens and f" of {sizes.max_num_batched_tokens} tokens"
+    blocks = f"{sizes.num_blocks} KV blocks" if sizes.num_blocks else "as many KV blocks as fit"
+    return f"{sizes.max_num_seqs} requests{tokens or ''}, {blocks}"
 
 
 def _drafts_of(chosen: ClusterConfig, config: ClusterConfig, model: CommonConfig) -> str:

@@ -69,7 +69,7 @@ class ClusterConfig:
                 "the same kv_dtype in both roles",
             )
         check_tiers(self.tiers)
-        num_seqs = min(self.prefill.max_num_seqs, self.decode.max_num_seqs)
+        num_seqs = min(self.prefill.sizes.max_num_seqs, self.decode.sizes.max_num_seqs)
         if len(self.tiers) > num_seqs:
             problem = f"are more than max_num_seqs of prefill or decode, {num_seqs}"
             raise ConfigError("tiers", len(self.tiers), problem, "fewer, or larger steps")

@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.checks import at_least, at_most, one_of
+from runtime.config.sizes import (
+    AUTO,
+    Sizes,
+    check_size,
+    decide_sizes,
+    decide_tokens_per_rank,
+)
 from runtime.config.worker_checks import check_rebalance, check_worker, max_ahead_of
 from runtime.errors import ConfigError
 
@@ -25,9 +32,9 @@ class DecodeSection:
     """Most ranks of one instance on one host; the others follow on further hosts."""
     device: str = "cpu"
     num_threads: int = 1
-    max_num_seqs: int = 32
-    """Most requests of one step and rank."""
-    num_blocks: int = 384
+    max_num_seqs: int | str = AUTO
+    """Most requests of one step and rank; "auto": see `sizes`."""
+    num_blocks: int | str = AUTO
     gpu_memory_fraction: float = 0.92
     block_size: int = 64
     max_num_reserved: int = 0
@@ -70,8 +77,9 @@ class DecodeSection:
     dispatcher: str = "auto"
     """How tokens travel to experts on GPUs: "nvlink" (stores into the memory of up to 8 GPUs of one
     host), "deep-ep", "gathered", or "auto" (by what runs, and by measurements)."""
-    max_tokens_per_rank: int = 128
-    """Most tokens that a GPU rank sends to experts in a step; sizes the buffers of all ranks."""
+    max_tokens_per_rank: int | str = AUTO
+    """Most tokens that a GPU rank sends to experts in a step; sizes the buffers of all ranks.
+    "auto": see `tokens_per_rank`."""
     num_speculative_tokens: int | str = DEFAULT_DRAFTS
     """Tokens that the checkpoint's layer for multi-token prediction drafts for each request and
     step, 0 to 3, which the next step verifies: the text is the same, the steps are fewer. Each
@@ -86,10 +94,29 @@ class DecodeSection:
     finds slow ranks and links: "on", "off", or "auto" (on). Of exchanges on GPUs "nvlink" is
     recorded, and "deep-ep" with "on"; else only slow hosts are found there."""
     device_memory_gib: float = 0.0
-    """Memory of one GPU, to check before the start that a rank fits; 0: not checked."""
+    """Memory of one GPU, to check before the start that a rank of either role fits; 0: not
+    checked."""
     step_timeout_s: float = 30.0
     """A step, or the meeting of the ranks before it, that takes longer ends the worker; 0: no
     limit."""
+
+    @property
+    def sizes(self) -> Sizes:
+        """What ``max_num_seqs`` and ``num_blocks`` come to."""
+        return decide_sizes(
+            "decode", self.device, max_num_seqs=self.max_num_seqs, num_blocks=self.num_blocks
+        )
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """What ``max_tokens_per_rank`` comes to: "auto" has room for the largest step, where drafts
+        are left open with one of each request.
+        """
+        if isinstance(self.max_tokens_per_rank, int):
+            return self.max_tokens_per_rank
+        asked = self.num_speculative_tokens
+        num_drafts = asked if isinstance(asked, int) else 1
+        return decide_tokens_per_rank(self.sizes.max_num_seqs, num_drafts)
 
     @property
     def num_ranks(self) -> int:
@@ -109,7 +136,7 @@ class DecodeSection:
     @property
     def num_places(self) -> int:
         """Most requests per rank: those that run, and some in line, so that it never runs dry."""
-        return self.max_num_reserved or _PLACES_PER_RUNNING * self.max_num_seqs
+        return self.max_num_reserved or _PLACES_PER_RUNNING * self.sizes.max_num_seqs
 
     @property
     def max_ahead(self) -> int:
@@ -144,7 +171,7 @@ class DecodeSection:
         at_least("decode.preemption_host_blocks", self.preemption_host_blocks, 0)
         at_least("decode.num_redundant_experts", self.num_redundant_experts, 0)
         check_rebalance("decode", self)
-        at_least("decode.max_tokens_per_rank", self.max_tokens_per_rank, 1)
+        check_size("decode.max_tokens_per_rank", self.max_tokens_per_rank, 1)
         self._check_drafts()
         at_least("decode.device_memory_gib", self.device_memory_gib, 0.0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.checks import at_least, one_of
+from runtime.config.sizes import AUTO, Sizes, check_size, decide_sizes
 from runtime.config.worker_checks import check_rebalance, check_worker, max_ahead_of
 from runtime.errors import ConfigError
 
@@ -43,14 +44,15 @@ class PrefillSection:
     expert_load: str = ""
     """A recording of what the experts of prefill get (``tandem experts record``), by which they are
     placed at the start; the same file on all hosts. Empty: in order."""
-    max_num_seqs: int = 16
-    """Most requests of one step."""
-    max_num_batched_tokens: int = 1024
+    max_num_seqs: int | str = AUTO
+    """Most requests of one step; "auto": see `sizes`."""
+    max_num_batched_tokens: int | str = AUTO
     """Most prompt tokens of one step; longer prompts are computed in chunks."""
-    num_blocks: int = 256
-    """Blocks of the KV pool, block 0 (padding) included; 0 with "cuda": as many as fit."""
+    num_blocks: int | str = AUTO
+    """Blocks of the KV pool, block 0 (padding) included; with "cuda" "auto", or 0, is as many as
+    fit."""
     gpu_memory_fraction: float = 0.92
-    """Of a GPU's memory, what a worker may take with everything; decides what 0 blocks are."""
+    """Of a GPU's memory, what a worker may take with everything: decides how many blocks fit."""
     block_size: int = 64
     """Tokens of one block; the same in both roles."""
     enable_prefix_caching: bool = True
@@ -88,6 +90,17 @@ class PrefillSection:
     def step_limit_s(self, num_tokens: int) -> float:
         """The time that a step of so many tokens may take; 0: no limit."""
         return self.step_timeout_s * max(1.0, num_tokens / 4096)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What ``max_num_seqs``, ``max_num_batched_tokens`` and ``num_blocks`` come to."""
+        return decide_sizes(
+            "prefill",
+            self.device,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_blocks=self.num_blocks,
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -131,7 +144,7 @@ class PrefillSection:
             problem = f"the {self.dp} ranks of prefill.dp would share nothing"
             fix = "true, or prefill.dp = 1 and more prefill.instances"
             raise ConfigError("prefill.expert_parallel", False, problem, fix)
-        at_least("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
+        check_size("prefill.max_num_batched_tokens", self.max_num_batched_tokens, 16)
         check_rebalance("prefill", self)
         for name in ("cuda_graphs", "dependent_launches"):
             one_of(f"prefill.{name}", getattr(self, name), ("auto", "on", "off"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from runtime.config.checks import at_least, one_of
+from runtime.config.sizes import check_size
 from runtime.errors import ConfigError
 
 
@@ -27,12 +28,12 @@ class WorkerSection(Protocol):
         ...
 
     @property
-    def max_num_seqs(self) -> int:
+    def max_num_seqs(self) -> int | str:
         """As both sections say."""
         ...
 
     @property
-    def num_blocks(self) -> int:
+    def num_blocks(self) -> int | str:
         """As both sections say."""
         ...
 
@@ -67,7 +68,7 @@ def check_worker(role: str, section: WorkerSection) -> None:
     at_least(f"{role}.instances", section.instances, 1)
     one_of(f"{role}.device", section.device, ("cpu", "cuda"))
     at_least(f"{role}.num_threads", section.num_threads, 1)
-    at_least(f"{role}.max_num_seqs", section.max_num_seqs, 1)
+    check_size(f"{role}.max_num_seqs", section.max_num_seqs, 1)
     _check_memory(role, section)
     at_least(f"{role}.step_timeout_s", section.step_timeout_s, 0.0)
     at_least(f"{role}.block_size", section.block_size, 1)
@@ -124,9 +125,9 @@ def _check_memory(role: str, section: WorkerSection) -> None:
     path = f"{role}.num_blocks"
     if section.num_blocks == 0 and section.device == "cpu":
         problem = "is chosen by the memory of a GPU, and the device is a CPU"
-        raise ConfigError(path, 0, problem, "2 or more")
+        raise ConfigError(path, 0, problem, '"auto", or 2 or more')
     if section.num_blocks:
-        at_least(path, section.num_blocks, 2)
+        check_size(path, section.num_blocks, 2)
 
 
 def max_ahead_of(section: WorkerSection) -> int:

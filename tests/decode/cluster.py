@@ -473,7 +473,7 @@ async def run_cluster(**settings: Any) -> AsyncIterator[DecodeCluster]:
     prefill.address = f"{HOST}:{bind_port(peers, Listen(bind=HOST), CREDENTIALS)}"
     await peers.start()
     options = make_options(prefill.address, **settings)
-    pool = make_pool(options.config.decode.num_blocks)
+    pool = make_pool(options.config.decode.sizes.num_blocks)
     runner = ContextRunner(pool)
     side = ModelSide(
         close_steps=lambda: None,

@@ -249,7 +249,7 @@ def test_a_pool_that_cannot_hold_one_request_is_refused(tmp_path: Path, role: st
 @pytest.mark.parametrize("field", ["max_concurrent_requests", "max_connections"])
 def test_a_router_that_lets_in_less_than_decode_runs_is_refused(tmp_path: Path, field: str) -> None:
     config = fake_config(tmp_path, decode_dp=8)
-    num_slots = config.decode.instances * 8 * config.decode.max_num_seqs
+    num_slots = config.decode.instances * 8 * config.decode.sizes.max_num_seqs
     error = refused(with_section(config, "router", **{field: num_slots - 1}))
     assert error.path == f"router.{field}"
     assert f"{num_slots} or more" in error.fix

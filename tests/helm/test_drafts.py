@@ -16,7 +16,8 @@ from runtime.config_file import parse_config
 from tests.helm.rendering import PROFILES, Values, probe, profile, render
 
 CALL = 'tandem.checkDrafts" (dict "root" . "live" .Values.global.live)'
-OPEN_GPU = {"device": "cuda", "num_blocks": 0}
+OPEN_GPU = {"device": "cuda"}
+ALL_OF_A_GPU = {"device": "cuda", "num_blocks": "auto"}
 GIVEN_GPU = {"device": "cuda", "num_blocks": 8192}
 
 
@@ -30,8 +31,9 @@ def live_of(toml: str) -> dict[str, dict[str, str]]:
         ("[decode]\ndp = 2\n", {}),
         ("[decode]\nnum_speculative_tokens = 0\n", {}),
         ("[model]\n", {"prefill": OPEN_GPU, "decode": OPEN_GPU}),
+        ("[model]\n", {"prefill": ALL_OF_A_GPU, "decode": ALL_OF_A_GPU}),
     ],
-    ids=["of an older chart", "said none", "as many blocks as fit"],
+    ids=["of an older chart", "said none", "as many blocks as fit", "said so"],
 )
 def test_an_upgrade_that_would_turn_drafts_on_in_passing_is_refused(
     tmp_path: Path, toml: str, config: Values
@@ -49,9 +51,8 @@ def test_an_upgrade_that_would_turn_drafts_on_in_passing_is_refused(
         ("[model]\n", {"decode": {"num_speculative_tokens": 0}}),
         ("[model]\n", {"decode": {"num_speculative_tokens": 1}}),
         ("[model]\n", {"prefill": GIVEN_GPU, "decode": OPEN_GPU}),
-        ("[model]\n", {"prefill": OPEN_GPU, "decode": {"device": "cuda"}}),
     ],
-    ids=["has the default", "has one", "stays without", "says one", "given", "given by default"],
+    ids=["has the default", "has one", "stays without", "says one", "given"],
 )
 def test_any_other_upgrade_is_not(tmp_path: Path, toml: str, config: Values) -> None:
     """Where a GPU has a given number of blocks the default is none, as it was."""
@@ -78,7 +79,7 @@ def test_the_file_says_what_drafts_are_left_to(said: Values, expected: object) -
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_a_profile_has_a_draft_by_default_where_blocks_are_not_given(name: str) -> None:
+def test_a_profile_has_a_draft_by_default(name: str) -> None:
     rendered = render(profile(name))
     (toml,) = [
         each["data"]["config.toml"]
@@ -91,9 +92,5 @@ def test_a_profile_has_a_draft_by_default_where_blocks_are_not_given(name: str) 
         config, model=dataclasses.replace(config.model, load_format="dummy")
     )
     chosen, why = decide_drafts(config, DEEPSEEK_V3)
-    number = chosen.decode.num_speculative_tokens
-    if name in ("h200-ep16", "h200-ep72"):
-        assert (number, why[:26]) == (0, "prefill.num_blocks = 8192:")
-        return
-    assert (number, why) == (1, "")
+    assert (chosen.decode.num_speculative_tokens, why) == (1, "")
     plan_decode_memory(chosen, DEEPSEEK_V3)

@@ -108,7 +108,10 @@ def test_the_schema_of_config_tells_what_the_configuration_refuses() -> None:
     assert isinstance(sections, dict)
     decode = sections["decode"]["properties"]
     assert decode["dp"] == {"type": "integer", "minimum": 1}
-    assert decode["num_blocks"] == {"type": "integer", "minimum": 0}, "0 is a choice"
+    zero_or_more = {"type": "integer", "minimum": 0}  # 0 is a choice
+    assert decode["num_blocks"] == {"anyOf": [zero_or_more, {"enum": ["auto"]}]}
+    drafts = decode["num_speculative_tokens"]["anyOf"]
+    assert drafts == [zero_or_more, {"enum": ["auto", "default"]}]
     assert decode["device"] == {"enum": ["cpu", "cuda"]}
     assert sections["kv_transfer"]["properties"]["faults"] == {"type": "string"}
     assert "instances" not in decode

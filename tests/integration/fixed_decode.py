@@ -22,7 +22,7 @@ def fixed_runner(options: WorkerOptions, side: ModelSide) -> GraphRunner:
     assert isinstance(side.runner, GraphRunner)
     return capture_steps(
         side.runner.plain,
-        max_num_seqs=options.config.decode.max_num_seqs,
+        max_num_seqs=options.config.decode.sizes.max_num_seqs,
         max_model_len=side.max_model_len,
     )
 

@@ -181,13 +181,13 @@ def test_both_roles_and_whoever_starts_them_come_to_the_same(
         else:
             engine_options(decode.decode).check_rows()
     has_given_blocks = any(
-        section.device == "cuda" and section.num_blocks
+        section.device == "cuda" and section.sizes.num_blocks
         for section in (config.prefill, config.decode)
     )
     assert not (has_given_blocks and number)
 
 
-GPU = {"device": "cuda", "num_blocks": 0}
+GPU = {"device": "cuda"}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,14 @@ GPU = {"device": "cuda", "num_blocks": 0}
         ({"num_blocks": 64}, {}, "prefill.num_blocks = 64: whether a GPU has room"),
         ({}, {"num_blocks": 64}, "decode.num_blocks = 64: whether a GPU has room"),
         ({}, {"dp": 2, "max_num_seqs": 64}, ""),
-        ({}, {"dp": 2, "max_num_seqs": 65}, "with one decode.max_num_seqs = 65"),
+        ({}, {"dp": 2, "num_blocks": 0}, ""),
+        ({}, {"dp": 2, "max_num_seqs": 256}, ""),
+        ({}, {"dp": 2, "max_num_seqs": 257}, "with one decode.max_num_seqs = 257"),
+        (
+            {},
+            {"dp": 2, "max_num_seqs": 65, "max_tokens_per_rank": 128},
+            "with one decode.max_num_seqs = 65",
+        ),
         ({}, {"dp": 2, "max_num_seqs": 128, "max_tokens_per_rank": 256}, ""),
         ({}, {"dp": 1, "max_num_seqs": 128}, ""),
         ({}, {"dp": 2, "max_num_seqs": 128, "device": "cpu", "num_blocks": 64}, ""),

@@ -88,7 +88,7 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 {{- $isOpen := not (hasKey (default dict $config.decode) "num_speculative_tokens") -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $section := default dict (index $config $role) -}}
-{{- $asManyAsFit := and (hasKey $section "num_blocks") (eq (int $section.num_blocks) 0) -}}
+{{- $asManyAsFit := has (toString (default "auto" $section.num_blocks)) (list "auto" "0") -}}
 {{- if and (eq (default "cpu" $section.device) "cuda") (not $asManyAsFit) -}}
 {{- $isOpen = false -}}
 {{- end -}}

@@ -73,3 +73,18 @@ def test_the_command_line_needs_neither_ray_nor_torch() -> None:
     )
     root = Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("found", "fix"), [(0, "a machine with GPUs (`tandem doctor` "), (3, "at most 3, or --device")]
+)
+def test_too_few_devices_are_refused_with_what_can_be_done(
+    found: int, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    with pytest.raises(ConfigError) as caught:
+        launch(Job(run=sum_of_ranks, options=5, world_size=4, device="cuda"))
+    assert caught.value.fix.startswith(fix)
+    assert caught.value.fix.endswith("or --device cpu")

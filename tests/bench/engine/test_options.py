@@ -75,7 +75,10 @@ def test_a_wrong_option_is_named_with_its_fix(
     assert (caught.value.path, fix in caught.value.fix) == (field, True), caught.value
 
 
-SIZES = {"num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "tp", "dp", "device"}
+SIZES = {
+    "num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_tokens_per_rank",
+    "tp", "dp", "device",
+}  # fmt: skip
 
 
 def modes(section: PrefillSection | DecodeSection) -> dict[str, object]:
