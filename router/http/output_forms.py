@@ -89,7 +89,11 @@ def _of_response_format(value: Mapping[str, Any], param: str) -> Form:
         raise RequestError(f"{place} = {strict!r}. Fix: send true or false", param=place)
     # Without strict OpenAI promises no more than to try; all that a grammar can say holds anyway.
     return form_of_schema(
-        inner["schema"], f"{place}.schema", closed=strict is True, lenient=strict is not True
+        inner["schema"],
+        f"{place}.schema",
+        closed=strict is True,
+        lenient=strict is not True,
+        is_compact=True,
     )
 
 
