@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import xgrammar
 
 from router.text.grammar.compile_process import grammar_of
@@ -60,7 +61,9 @@ class Writer:
     def __init__(self, form: Form, pieces: tuple[bytes, ...] = ()) -> None:
         """``pieces``: tokens behind the single bytes and the marks."""
         info = _tokens(pieces)
+        self.tokens = range(len(info.decoded_vocab))
         self._texts = info.decoded_vocab
+        self._mask = np.zeros((1, (len(self._texts) + 31) // 32), dtype=np.int32)
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         grammar = xgrammar.Grammar.deserialize_json(grammar_of(form.format))
         self._compiled = compiler.compile_grammar(grammar)
@@ -73,7 +76,7 @@ class Writer:
             ids += [part] if isinstance(part, int) else part.encode()
         # Some of what a grammar says is in its masks alone.
         return all(
-            token in self.allowed(matcher) and matcher.accept_token(token) for token in [*ids, EOS]
+            self._allows(matcher, token) and matcher.accept_token(token) for token in [*ids, EOS]
         )
 
     def begin(self) -> xgrammar.GrammarMatcher:
@@ -84,12 +87,27 @@ class Writer:
         """Bytes that are no character reach a client as U+FFFD."""
         return b"".join(self._texts[token] for token in output).decode(errors="replace")
 
+    def takes_next(self, matcher: xgrammar.GrammarMatcher, token: int) -> bool:
+        """Whether the bytes of ``token`` are taken one by one."""
+        if token == EOS:
+            return bool(matcher.is_completed())
+        if FIRST_MARK <= token < FIRST_MARK + _NUM_MARKS:
+            return False
+        text, num_taken = self._texts[token], 0
+        while num_taken < len(text) and matcher.accept_token(text[num_taken]):
+            num_taken += 1
+        matcher.rollback(num_taken)
+        return num_taken == len(text)
+
     def allowed(self, matcher: xgrammar.GrammarMatcher) -> list[int]:
         """The tokens that may come next."""
-        mask = xgrammar.allocate_token_bitmask(1, len(self._texts))
-        matcher.fill_next_token_bitmask(mask)
-        words = [word % 2**32 for word in mask[0].tolist()]
-        return [t for t in range(len(self._texts)) if words[t // 32] >> t % 32 & 1]
+        matcher.fill_next_token_bitmask(self._mask)
+        bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")
+        return np.flatnonzero(bits[: len(self._texts)]).tolist()
+
+    def _allows(self, matcher: xgrammar.GrammarMatcher, token: int) -> bool:
+        matcher.fill_next_token_bitmask(self._mask)
+        return bool(self._mask[0, token // 32] >> token % 32 & 1)
 
     def write(self, rng: random.Random, most: int = 2000) -> list[int] | None:
         """Some output; None where it has no end after ``most`` tokens."""
