@@ -18,11 +18,11 @@ _OBJECT = {"type": "object"}
 _FORMATS = "Fix: send text, json_object, json_schema or structural_tag"
 _HARMLESS: Mapping[str, tuple[object, ...]] = {
     "disable_fallback": (True, False),
-    "disable_any_whitespace": (False,),
+    "disable_any_whitespace": (True, False),
     "disable_additional_properties": (True,),
     "whitespace_pattern": (),
 }
-"""Fields of ``structured_outputs`` with what is so anyway."""
+"""Fields of ``structured_outputs`` beside what they ask for, with the values that are followed."""
 
 
 def form_of(request: GenerationRequest) -> tuple[str, Form] | None:
@@ -89,7 +89,11 @@ def _of_response_format(value: Mapping[str, Any], param: str) -> Form:
         raise RequestError(f"{place} = {strict!r}. Fix: send true or false", param=place)
     # Without strict OpenAI promises no more than to try; all that a grammar can say holds anyway.
     return form_of_schema(
-        inner["schema"], f"{place}.schema", closed=strict is True, lenient=strict is not True
+        inner["schema"],
+        f"{place}.schema",
+        closed=strict is True,
+        lenient=strict is not True,
+        is_compact=True,
     )
 
 
@@ -104,7 +108,8 @@ def _of_structured_outputs(value: object) -> dict[str, Callable[[str], Form]]:
         param = f"{name}.{key}"
         make = _STRUCTURED.get(key)
         if make is not None:
-            asked[param] = _bound(make, given)
+            has_space = key == "json" and value.get("disable_any_whitespace") is False
+            asked[param] = _bound(_json_with_space if has_space else make, given)
         elif given not in _HARMLESS.get(key, ()):
             fix = f"Fix: send one of {', '.join(_STRUCTURED)}"
             raise RequestError(
@@ -129,9 +134,14 @@ def _read(value: object, param: str, what: str) -> object:
         raise RequestError(problem, param=param) from error
 
 
-def _json(value: object, param: str) -> Form:
+def _json(value: object, param: str, *, is_compact: bool = True) -> Form:
+    schema = _read(value, param, "a JSON schema")
     # The servers that have this field take a schema for all that an object may have.
-    return form_of_schema(_read(value, param, "a JSON schema"), param, closed=True)
+    return form_of_schema(schema, param, closed=True, is_compact=is_compact)
+
+
+def _json_with_space(value: object, param: str) -> Form:
+    return _json(value, param, is_compact=False)
 
 
 def _structural(value: object, param: str) -> Form:

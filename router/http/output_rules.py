@@ -28,7 +28,8 @@ from router.text.grammar.forms import (
     one_of,
     with_reasoning,
 )
-from router.text.grammar.schema import Canonical, SchemaError, canonical
+from router.text.grammar.schema import Canonical, canonical
+from router.text.grammar.schema_errors import SchemaError
 from router.text.reasoning import Start
 from runtime.budget import Budget
 from runtime.sampling import OutputConstraint

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from router.errors import RequestError
 from router.text.grammar.forms import Form, json_of
-from router.text.grammar.schema import SchemaError, spelled, with_fix
+from router.text.grammar.schema_errors import SchemaError, spelled, with_fix
 
 MAX_TEXT_BYTES = 64 * 2**10
 """Of a regular expression or a grammar as it is sent."""
 
 
 def form_of_schema(
-    schema: object, param: str, *, closed: bool = False, lenient: bool = False
+    schema: object,
+    param: str,
+    *,
+    closed: bool = False,
+    lenient: bool = False,
+    is_compact: bool = False,
 ) -> Form:
     """``json_of`` whose refusals name the place within the field ``param``."""
     try:
-        return json_of(schema, param, closed=closed, lenient=lenient)
+        return json_of(schema, param, closed=closed, lenient=lenient, is_compact=is_compact)
     except SchemaError as error:
         raise refused(error, param) from error
 

@@ -25,7 +25,8 @@ from router.text.grammar.forms import (
     text,
     triggered,
 )
-from router.text.grammar.schema import Canonical, SchemaError
+from router.text.grammar.schema import Canonical
+from router.text.grammar.schema_errors import SchemaError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +145,7 @@ def _glm_field(tool: ToolForm, name: str, value: Any, marks: MarkForms) -> Form:
     else:
         defs = tool.arguments.schema.get("$defs") if isinstance(tool.arguments.schema, dict) else {}
         inner: Mapping[str, Any] = {**value, "$defs": defs} if defs else value
-        found = Canonical(schema=dict(inner), origins=tool.arguments.origins, left_out=())
+        found = Canonical(schema=dict(inner), left_out=())
         content = json_of_canonical(found, f"{tool.param}.properties.{name}")
     return sequence(key, content, marks.of(VALUE_END), text("\n"))
 

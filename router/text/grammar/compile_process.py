@@ -2,7 +2,7 @@
 
 ``python -m router.text.grammar.compile_process FOLDER VOCAB_SIZE`` reads one JSON object a line:
 ``{"formats": [...], "cpu_s": ...}``. It answers one line each: ``{"grammars": [...]}``, one for
-each format as it travels, or ``{"problem": ..., "schema": ..., "path": [...]}``. The first format
+each format as it travels, or ``{"problem": ..., "schema": ...}``. The first format
 is compiled for the model's vocabulary as well, as the workers will.
 
 A process of its own, as the library may take minutes, or end, for a schema of a kilobyte, and
@@ -12,13 +12,14 @@ the router.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,18 @@ import xgrammar
 
 from engine.constraint.grammars import Grammars
 from engine.constraint.vocabulary import read_vocabulary
+from router.text.grammar.documents import document_rules
 from router.text.grammar.productive import is_productive
-from router.text.grammar.schema import Path as SchemaPath
-from router.text.grammar.schema import subschemas
 from runtime.errors import InvalidRequestError
 
 MAX_BYTES = 4 * 2**30
 """Of address space beyond what the libraries take."""
 _PLACE = re.compile(r"^\[[^\]]*\] \S+:\d+: ")
 """When and where in the library's own source an error arose."""
-_ENDLESS = "asks for itself without end: no text has it. Fix: let something in it be left out"
+_ENDLESS = (
+    "asks for itself without end, or for what it excludes: no text has it. "
+    "Fix: let something in it be left out"
+)
 
 
 def _problem(error: BaseException) -> str:
@@ -44,49 +47,39 @@ def _problem(error: BaseException) -> str:
     return _PLACE.sub("", str(error)).strip()[:300]
 
 
+class NoDocumentError(ValueError):
+    """No document is of the schema of this number in a format."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(_ENDLESS)
+        self.number = number
+
+
 def grammar_of(fmt: Mapping[str, Any]) -> str:
-    """The grammar of a format, as it travels."""
-    tag = {"type": "structural_tag", "format": fmt}
+    """The grammar of a format, as it travels.
+
+    Raises:
+        NoDocumentError: a schema in it has none.
+    """
+    tag = {"type": "structural_tag", "format": _with_rules(fmt, itertools.count())}
     return str(xgrammar.Grammar.from_structural_tag(tag).serialize_json())
 
 
-def _schemas_in(fmt: Mapping[str, Any]) -> list[Any]:
-    """The schemas of a format, from the first to the last."""
+def _with_rules(fmt: Mapping[str, Any], numbers: Iterator[int]) -> dict[str, Any]:
+    """A format with rules in the place of each schema; ``numbers`` counts those."""
     if fmt["type"] == "json_schema":
-        return [fmt["json_schema"]]
-    inner = [*fmt.get("elements", ()), *fmt.get("tags", ())]
-    inner += [fmt["content"]] if isinstance(fmt.get("content"), dict) else []
-    return [schema for each in inner for schema in _schemas_in(each)]
-
-
-def _fault_of(schema: Any) -> str | None:
-    """Why no grammar can be made of a schema by itself; None: one can."""
-    try:
-        grammar = grammar_of({"type": "json_schema", "json_schema": schema})
-        return None if is_productive(grammar) else _ENDLESS
-    except Exception as error:
-        return _problem(error)
-
-
-def _deepest_fault(schema: Any) -> tuple[SchemaPath, str] | None:
-    """The innermost schema within ``schema`` of which no grammar can be made."""
-    problem = _fault_of(schema)
-    if problem is None:
-        return None
-    path: SchemaPath = ()
-    defs = schema.get("$defs") if isinstance(schema, dict) else None
-    node, is_deeper = schema, True
-    while is_deeper:
-        is_deeper = False
-        for place, child in subschemas(node, path):
-            if isinstance(child, dict) and "$ref" in child:
-                continue  # what it refers to is looked at where it stands
-            whole = {**child, "$defs": defs} if defs and isinstance(child, dict) else child
-            inner = _fault_of(whole)
-            if inner is not None and inner != _ENDLESS:
-                path, node, problem, is_deeper = place, child, inner, True
-                break
-    return path, problem
+        number = next(numbers)
+        rules = document_rules(fmt["json_schema"], is_compact=fmt["is_compact"])
+        if rules is None:
+            raise NoDocumentError(number)
+        return {"type": "grammar", "grammar": rules}
+    result = dict(fmt)
+    for name in ("elements", "tags"):
+        if name in fmt:
+            result[name] = [_with_rules(each, numbers) for each in fmt[name]]
+    if isinstance(fmt.get("content"), dict):
+        result["content"] = _with_rules(fmt["content"], numbers)
+    return result
 
 
 class Compiler:
@@ -100,18 +93,13 @@ class Compiler:
         try:
             grammars = [grammar_of(fmt) for fmt in formats]
             if not is_productive(grammars[0]):
-                return self._fault(formats[0], _ENDLESS)
+                return {"problem": _ENDLESS}
             self._grammars.compile(grammars[0])
+        except NoDocumentError as error:
+            return {"problem": str(error), "schema": error.number}
         except Exception as error:  # the library raises bare RuntimeError, and others
-            return self._fault(formats[0], _problem(error))
+            return {"problem": _problem(error)}
         return {"grammars": grammars}
-
-    def _fault(self, fmt: Mapping[str, Any], problem: str) -> dict[str, Any]:
-        for number, schema in enumerate(_schemas_in(fmt)):
-            found = _deepest_fault(schema)
-            if found is not None:
-                return {"problem": found[1], "schema": number, "path": found[0]}
-        return {"problem": problem}
 
 
 def _limit_memory() -> None:

@@ -23,7 +23,7 @@ import orjson
 
 from router.errors import RequestError, TooManyRequestsError
 from router.text.grammar.forms import Form
-from router.text.grammar.schema import with_fix
+from router.text.grammar.schema_errors import with_fix
 from runtime.errors import InternalError
 from runtime.logging import get_logger
 from runtime.process import dying_with_us
@@ -247,5 +247,5 @@ def _size(answer: _Answer) -> int:
 
 def _refusal(answer: _Answer, form: Form, param: str) -> RequestError:
     if "schema" in answer:
-        param = form.param(answer["schema"], tuple(answer["path"]))
+        param, _ = form.schemas[answer["schema"]]
     return RequestError(f"{param} {with_fix(answer['problem'])}", param=param)

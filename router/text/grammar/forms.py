@@ -1,5 +1,7 @@
 """What an output has to look like, as one tree of the library's formats. Pure.
 
+Schemas stand in it in canonical form, of which ``documents`` makes rules: not the library.
+
 A ``Form`` is such a tree with the places of its schemas in the request, so that what cannot be made
 a grammar of is told by the field that says it.
 """
@@ -10,14 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.text.grammar.schema import Canonical, Path, canonical, spelled
+from router.text.grammar.schema import Canonical, canonical
+from router.text.grammar.schema_errors import spelled
 from router.text.marks import MarkTable
 from router.text.reasoning import ReasoningFormat
 
 Format = dict[str, Any]
-"""One of the library's formats: an object with a type."""
-MAX_WHITESPACE = 32
-"""Characters in a row between the parts of a document: models that are lost write them for ever."""
+"""One of the library's formats, or one of a schema: an object with a type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,6 @@ class Form:
     def left_out(self) -> list[str]:
         """Fields that are not followed."""
         return [param + spelled(path) for param, found in self.schemas for path in found.left_out]
-
-    def param(self, index: int, path: Path) -> str:
-        """The field that holds what stands at ``path`` of the schema number ``index``."""
-        param, found = self.schemas[index]
-        return param + spelled(found.origin(path))
 
 
 def text(value: str) -> Form:
@@ -54,18 +50,29 @@ def by_rules(ebnf: str) -> Form:
     return Form(format={"type": "grammar", "grammar": ebnf})
 
 
-def json_of(schema: object, param: str, *, closed: bool = False, lenient: bool = False) -> Form:
+def json_of(
+    schema: object,
+    param: str,
+    *,
+    closed: bool = False,
+    lenient: bool = False,
+    is_compact: bool = False,
+) -> Form:
     """A document of ``schema``, which the field ``param`` holds; see ``canonical``.
 
     Raises:
         SchemaError: no grammar can be made of it.
     """
-    return json_of_canonical(canonical(schema, closed=closed, lenient=lenient), param)
+    found = canonical(schema, closed=closed, lenient=lenient)
+    return json_of_canonical(found, param, is_compact=is_compact)
 
 
-def json_of_canonical(found: Canonical, param: str) -> Form:
-    """A document of ``found``, which the field ``param`` holds."""
-    body = {"json_schema": found.schema, "max_whitespace_cnt": MAX_WHITESPACE}
+def json_of_canonical(found: Canonical, param: str, *, is_compact: bool = False) -> Form:
+    """A document of ``found``, which the field ``param`` holds.
+
+    ``is_compact``: without white space between its parts.
+    """
+    body = {"json_schema": found.schema, "is_compact": is_compact}
     return Form(format={"type": "json_schema", **body}, schemas=((param, found),))
 
 

@@ -261,11 +261,34 @@ async def test_strict_tools_are_bound_where_they_are_called(http, cluster: Clust
 
 
 async def test_without_strict_what_cannot_be_followed_is_told(http, cluster: Cluster) -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    price = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*$"}]}
+    schema = {"type": "object", "properties": {"price": price, "no": {"maxLength": 1048576}}}
     body = {**CHAT, "response_format": json_schema(schema)}
     answer = await post(http, "/v1/chat/completions", body)
-    place = "response_format.json_schema.schema.uniqueItems"
-    assert answer["headers"]["x-tandem-ignored-fields"] == place
+    places = [".properties.price.anyOf[1].pattern", ".properties.no.maxLength"]
+    expected = ", ".join(f"response_format.json_schema.schema{place}" for place in places)
+    assert answer["headers"]["x-tandem-ignored-fields"] == expected
+    cluster.answer = CALL_NOW
+    tool = {"type": "function", "function": {"name": "now", "parameters": schema}}
+    body = {**CHAT, "max_tokens": 99, "tools": [tool], "tool_choice": "required"}
+    answer = await post(http, "/v1/chat/completions", body)
+    expected = ", ".join(f"tools[0].function.parameters{place}" for place in places)
+    assert answer["headers"]["x-tandem-ignored-fields"] == expected
+
+
+async def test_documents_of_schemas_have_white_space_where_it_is_asked_for(
+    http, cluster: Cluster
+) -> None:
+    async def grammar_of(**fields: Any) -> str:
+        await post(http, "/v1/completions", {**COMPLETION, **fields})
+        return str(constraint_of(cluster).grammar)
+
+    compact = await grammar_of(guided_json=SCHEMA)
+    assert compact == await grammar_of(structured_outputs={"json": SCHEMA})
+    free = {"json": SCHEMA, "disable_any_whitespace": False}
+    assert len(await grammar_of(structured_outputs=free)) > len(compact)
+    strict = {"json": SCHEMA, "disable_any_whitespace": True}
+    assert compact == await grammar_of(structured_outputs=strict)
 
 
 DEEP: dict[str, Any] = {}
@@ -281,12 +304,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": json_schema({"properties": {"a": {"not": {}}}}, strict=True)},
      f"{FORMAT}.schema.properties.a.not", "not followed"),
     ({"response_format": json_schema({"items": {"type": "integer", "minimum": 3, "maximum": 1}})},
-     f"{FORMAT}.schema.items", "minimum"),
+     f"{FORMAT}.schema.items.minimum", "maximum"),
     ({"response_format": json_schema({"type": "array", "items": {"$ref": "#"}, "minItems": 1})},
      f"{FORMAT}.schema", "without end"),
-    ({"response_format": json_schema({"$ref": "https://x/y"})}, f"{FORMAT}.schema.$ref", "within"),
+    ({"response_format": json_schema({"$ref": "https://x/y"}, strict=True)},
+     f"{FORMAT}.schema.$ref", "within"),
+    ({"response_format": json_schema({"pattern": "(a|" * 200 + ")" * 200}, strict=True)},
+     f"{FORMAT}.schema.pattern", "levels"),
     ({"response_format": json_schema(DEEP)}, f"{FORMAT}.schema" + ".properties.a" * 4, "too deep"),
-    ({"response_format": json_schema({"enum": ["x" * 300_000]})}, f"{FORMAT}.schema", "bytes"),
+    ({"response_format": json_schema({"enum": ["x" * 2**20]})}, f"{FORMAT}.schema", "262144"),
     ({"guided_json": "{"}, "guided_json", "no JSON"),
     ({"guided_json": {"type": "x"}}, "guided_json.type", "'x'"),
     ({"guided_regex": "(?=a)"}, "guided_regex", "Lookahead"),

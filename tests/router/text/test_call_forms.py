@@ -20,7 +20,8 @@ from router.text.grammar.forms import (
     one_of,
     with_reasoning,
 )
-from router.text.grammar.schema import SchemaError, canonical
+from router.text.grammar.schema import canonical
+from router.text.grammar.schema_errors import SchemaError
 from router.text.marks import MarkTable
 from router.text.reasoning import Start
 from tests.router.text.grammar.writer import FIRST_MARK, Writer

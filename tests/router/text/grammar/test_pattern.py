@@ -9,7 +9,7 @@ import re
 import pytest
 
 from router.text.grammar.forms import json_of
-from router.text.grammar.pattern import escaped_pattern
+from router.text.grammar.pattern import MAX_BYTES, check_pattern
 from tests.router.text.grammar.writer import Writer
 
 PATTERNS = [
@@ -22,6 +22,10 @@ PATTERNS = [
     (r"^[^a]*$", ["", "bc"], ["a"]),
     (r"^(?:\U0001f642|[\u00e0-\u00ff])+?$", ["\U0001f642\u00fc"], [""]),
     (r"^\D\W$", ["a-"], ["1-", "ab"]),
+    ('^say "[^"]{1,200}"$', ['say "x"', f'say "{"y" * 200}"'], ["say x", f'say "{"y" * 201}"']),
+    (r'^[\\"\n]+$', ["\\", '"\n'], ["n", "\\n\\"]),
+    (r"^[^a]\s$", ["\x01\t", "\\ "], ["a ", "\x01"]),
+    ("^(ab?){128,129}$", ["ab" * 128, "a" * 129], ["ab" * 127, "a" * 130]),
 ]
 
 
@@ -34,6 +38,12 @@ def test_a_pattern_is_followed(pattern: str, taken: list[str], not_taken: list[s
     for text in not_taken:
         assert not re.search(pattern, text)
         assert not writer.takes(json.dumps(text, ensure_ascii=False))
+
+
+def test_a_named_group_is_a_group() -> None:
+    writer = Writer(json_of({"type": "string", "pattern": r"^(?<year>\d{4})\/(?<no>\d)$"}, "x"))
+    assert writer.takes('"2026/1"')
+    assert not writer.takes('"2026-1"')
 
 
 @pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in PATTERNS])
@@ -57,11 +67,13 @@ def test_what_is_written_is_json_and_fits(pattern: str) -> None:
         ("a^b", "anchor"),
         ("(?i)a", "flags"),
         ("(?i:a)", "subpattern"),
-        ('say "x"', "escape"),
-        ('[\\\\"]', "escape"),
-        ("\n", "escape"),
+        (r"\p{L}", "no regular expression"),
+        ("[\ud800-\udbff]", "no character"),
+        ("a" * (MAX_BYTES + 1), "bytes"),
+        ("(a|" * 65 + "b" + ")" * 65, "levels"),
+        ("(a|" * 1000 + "b" + ")" * 1000, "levels|no regular expression"),
     ],
 )
 def test_what_no_grammar_can_follow_is_refused(pattern: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        escaped_pattern(pattern)
+        check_pattern(pattern)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.text.grammar.forms import json_of
-from router.text.grammar.schema import SchemaError, canonical, spelled
+from router.text.grammar.schema import canonical
+from router.text.grammar.schema_errors import SchemaError, spelled
 from tests.router.text.grammar.writer import Writer
 
 NAMES = st.sampled_from(["a", "b", 'c"d', "e\n", "\u00fc"])
@@ -123,6 +124,17 @@ ACCEPTED = [
     ({"type": "integer", "multipleOf": 5}, [5, 10]),
     ({"type": "object", "propertyNames": {"pattern": "^a"}}, [{"a": 1}]),
     ({"const": "x"}, ["x"]),
+    ({"type": "integer", "minimum": 0.5}, [1, 7]),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5, 0.01]),
+    ({"type": "number", "minimum": -1.5, "maximum": 20}, [-1.5, 0, 20, 19.999, -0.25]),
+    ({"type": "string", "maxLength": 3}, ['"\\\n', "\U0001f642\u00fc/"]),
+    ({"type": "object", "patternProperties": {"^a+$": {"type": "null"}}}, [{"aa": None}, {}]),
+    ({"type": "integer", "anyOf": [{"minimum": 5}, {"maximum": 2}]}, [5, 2]),
+    ({"properties": {"a": {}, "b": {}}, "minProperties": 1, "maxProperties": 2},
+     [{"a": 1}, {"b": 1, "c": 2}, {"a": 1, "b": 2}]),
+    ({"type": "string", "format": "date"}, ["2024-02-29"]),
+    ({"properties": {"ab": {}}, "additionalProperties": {"type": "null"}},
+     [{"ab": 1, "a": None, "abc": None, "b\n": None}]),
 ]  # fmt: skip
 
 
@@ -155,7 +167,7 @@ REFUSED = [
     ({"properties": {"a": {"not": {}}}}, ".properties.a.not", "not followed"),
     ({"items": {"uniqueItems": True}}, ".items.uniqueItems", "not followed"),
     ({"anyOf": [{}, {"if": {}}]}, ".anyOf[1].if", "not followed"),
-    ({"anyOf": [{"type": "null"}], "minimum": 3}, ".minimum", "beside anyOf"),
+    ({"anyOf": [{"type": "null"}], "minimum": 3}, ".anyOf", "beside minimum"),
     ({"$ref": "#/$defs/a", "$defs": {"a": {}}, "minimum": 3}, ".minimum", "beside $ref"),
     ({"allOf": [{}, {}]}, ".allOf", "join them"),
     ({"$ref": "http://x/y"}, ".$ref", "within the schema"),
@@ -166,14 +178,18 @@ REFUSED = [
     ({"$defs": {"a": {"type": 1}}, "items": {"$ref": "#/$defs/a"}}, ".$defs.a.type", "strings"),
     ({"type": "string", "pattern": "["}, ".pattern", "no regular expression"),
     ({"type": "string", "pattern": "(?=a)"}, ".pattern", "assert"),
-    ({"type": "string", "pattern": 'a"'}, ".pattern", "escape"),
+    ({"type": "string", "pattern": r"\p{L}"}, ".pattern", "no regular expression"),
     ({"type": "string", "pattern": "a", "minLength": 2}, ".minLength", "beside pattern"),
     ({"type": "string", "minLength": 3, "maxLength": 2}, ".minLength", "maxLength is 2"),
     ({"type": "array", "minItems": -1}, ".minItems", "from 0"),
-    ({"type": "array", "minItems": 10**9}, ".minItems", "from 0"),
+    ({"type": "array", "minItems": 10**9}, ".minItems", "at most"),
     ({"type": "array", "minItems": 2, "maxItems": 1}, ".minItems", "maxItems is 1"),
     ({"type": "integer", "minimum": "3"}, ".minimum", "number"),
-    ({"type": "integer", "minimum": 0.5}, ".minimum", "integer"),
+    ({"type": "integer", "minimum": 0.5, "maximum": 0.7}, ".minimum", "beyond the maximum"),
+    ({"type": "number", "exclusiveMinimum": 1, "maximum": 1}, ".exclusiveMinimum", "beyond"),
+    ({"type": "integer", "multipleOf": 10**6}, ".multipleOf", "too large"),
+    ({"patternProperties": {"^a": True, "^b": False}}, ".patternProperties", "one schema"),
+    ({"type": "integer", "anyOf": [{"type": "null"}]}, ".type", "beside schemas"),
     ({"type": "number", "multipleOf": 0.1}, ".multipleOf", "integers alone"),
     ({"enum": []}, ".enum", "at least one"),
     ({"type": "string", "enum": [1]}, ".enum", "no value"),
@@ -202,8 +218,42 @@ def test_a_deep_schema_is_refused() -> None:
         canonical(schema)
 
 
-def test_a_lenient_reading_tells_what_it_leaves_out() -> None:
-    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-    found = canonical(schema, lenient=True)
-    assert found.schema == {"type": "array", "items": {"type": "integer"}}
-    assert found.left_out == (("uniqueItems",),)
+LEFT_OUT: list[tuple[Any, list[str], str]] = [
+    ({"items": {"type": "integer"}, "uniqueItems": True}, [".uniqueItems"], "[1,1]"),
+    ({"type": "string", "pattern": "^(?!a)b"}, [".pattern"], '"a"'),
+    ({"type": "string", "pattern": r"^\p{L}$"}, [".pattern"], '"1"'),
+    ({"type": "string", "pattern": "(?=a)", "maxLength": 2}, [".pattern"], '"bc"'),
+    ({"type": "string", "pattern": "^a*$", "maxLength": 2}, [".maxLength"], '"aaa"'),
+    ({"type": "string", "maxLength": 1048576}, [".maxLength"], '"a"'),
+    ({"type": "array", "minItems": 10**9}, [".minItems"], "[]"),
+    ({"type": "string", "format": "odd"}, [".format"], '"a"'),
+    ({"type": "number", "multipleOf": 0.01}, [".multipleOf"], "0.001"),
+    ({"$ref": "https://example.com/a"}, [".$ref"], "1"),
+    ({"properties": {"a": {"$ref": "#b"}}, "required": ["a"]}, [".properties.a.$ref"], '{"a":1}'),
+    ({"type": "object", "anyOf": [{"required": ["a"]}], "required": ["b"]}, [".anyOf"], '{"b":1}'),
+    ({"allOf": [{"type": "null"}, {}]}, [".allOf"], "1"),
+    ({"patternProperties": {"^a(?!b)": {}}, "additionalProperties": False},
+     [".patternProperties", ".additionalProperties"], '{"a":1}'),
+    ({"properties": {"a": {}}, "propertyNames": {"maxLength": 1}}, [".propertyNames"], '{"bc":1}'),
+    ({"type": "integer", "anyOf": [{"type": "null"}]}, [".type"], "null"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "places", "document"), LEFT_OUT)
+def test_a_lenient_reading_tells_what_it_leaves_out(
+    schema: Any, places: list[str], document: str
+) -> None:
+    form = json_of(schema, "x", lenient=True)
+    assert form.left_out == [f"x{place}" for place in places]
+    assert Writer(form).takes(document)
+
+
+def test_older_drafts_are_followed() -> None:
+    writer = Writer(json_of({"type": "integer", "minimum": 3, "exclusiveMinimum": True}, "x"))
+    assert writer.takes("4")
+    assert not writer.takes("3")
+    tuples = {"items": [{"type": "integer"}, {"type": "null"}], "additionalItems": False}
+    writer = Writer(json_of(tuples, "x"))
+    assert writer.takes("[1, null]")
+    assert not writer.takes("[null, 1]")
+    assert not writer.takes("[1, null, 2]")
