@@ -31,6 +31,7 @@ class Message:
     content: str = ""
     calls: list[list[str]] = field(default_factory=list)
     """Names and arguments."""
+    call_ids: list[str | None] = field(default_factory=list, compare=False)
 
 
 def added_up(parts: Iterable[Part]) -> Message:
@@ -41,10 +42,11 @@ def added_up(parts: Iterable[Part]) -> Message:
                 message.reasoning += text
             case Content(text):
                 message.content += text
-            case CallDelta(number, name, arguments):
+            case CallDelta(number, name, arguments, call_id):
                 if name is not None:
                     assert number == len(message.calls)
                     message.calls.append([name, ""])
+                    message.call_ids.append(call_id)
                 message.calls[number][1] += arguments
     return message
 
