@@ -36,6 +36,8 @@ CALLS, CALLS_END = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
 INVOKE, INVOKE_END = f"<{DSML}invoke", f"</{DSML}invoke>"
 PARAMETER, PARAMETER_END = f"<{DSML}parameter", f"</{DSML}parameter>"
 DSML_MARKS = (CALLS, CALLS_END, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END)
+MAX_HEAD = 1024
+"""Characters of a tag's attributes: it is looked for their end with every token."""
 # Each takes as little as it can, so that what follows changes nothing.
 _NAMED = re.compile(r'\s*name="(.*?)"\s*>', re.DOTALL)
 _KEYED = re.compile(r'\s*name="(.*?)"(?:\s+string="(true|false)")?\s*>', re.DOTALL)
@@ -133,19 +135,25 @@ class DsmlCalls:
                 yield from self._give_back("")
         elif place is _Place.HEAD:
             self._raw += text
-            self._part += text
-            found = _NAMED.match(self._part)
+            found = self._add_to_head(text, _NAMED)
             if found:
                 yield from self._begin_call(found[1], self._part[found.end() :])
+            elif len(self._part) >= MAX_HEAD:
+                yield from self._give_back("")
         elif place is _Place.KEY:
-            self._part += text
-            found = _KEYED.match(self._part)
+            found = self._add_to_head(text, _KEYED)
             if found:
                 yield from self._begin_value(found[1], found[2], self._part[found.end() :])
         elif place is _Place.VALUE and self._streams_value:
             yield Arguments(json_string(text)[1:-1])
         elif place is _Place.VALUE:
             self._part += text
+
+    def _add_to_head(self, text: str, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """The whole head, once it is; nothing is looked for in what is too long to be one."""
+        may_be = len(self._part) < MAX_HEAD
+        self._part += text
+        return pattern.match(self._part[:MAX_HEAD]) if may_be else None
 
     def _begin_call(self, name: str, rest: str) -> Iterator[CallEvent]:
         if name not in self._offered:

@@ -20,6 +20,7 @@ from router.text.calls.dsml import (
     DSML_MARKS,
     INVOKE,
     INVOKE_END,
+    MAX_HEAD,
     PARAMETER,
     PARAMETER_END,
 )
@@ -319,6 +320,23 @@ def test_a_text_may_spell_all_marks_but_its_own_end(mark: str, points: list[int]
         message = read(reader_of(spelled("deepseek-v3.2"), "deepseek-v3.2"), pieces)
         assert loaded(message) == [("get_weather", arguments), ("now", {})]
         assert message.content == ""
+
+
+def test_dsml_tags_have_an_end() -> None:
+    """However they are cut, what is too long is no tag: its end is not looked for without end."""
+    long = f'{INVOKE} name="now"{" " * MAX_HEAD}>\n{INVOKE_END}'
+    for pieces in ([long], long):
+        reader = reader_of(spelled("deepseek-v3.2"), "deepseek-v3.2")
+        assert read(reader, pieces) == Message(content=long)
+    text = f'{INVOKE} name="now">\n{PARAMETER} name="{"k" * MAX_HEAD}" string="true">{INVOKE_END}'
+    results = [
+        read(reader_of(spelled("deepseek-v3.2"), "deepseek-v3.2"), pieces)
+        for pieces in ([text], text)
+    ]
+    assert results[0] == results[1]
+    ((name, arguments),) = loaded(results[0])
+    assert name == "now"
+    assert "k" * MAX_HEAD in str(arguments)
 
 
 def test_dsml_values_are_what_they_say_they_are() -> None:
