@@ -28,7 +28,7 @@ from router.text.calls.events import (
     Content,
     Offered,
 )
-from router.text.calls.values import json_string, json_value, types_of
+from router.text.calls.values import is_text, json_string, json_value, types_of
 from router.text.marks import Item, Mark
 
 DSML = "\uff5cDSML\uff5c"
@@ -71,7 +71,7 @@ class DsmlCalls:
         """Of a head, or of a value that is no string."""
         self._name = ""
         self._types: set[str] = set()
-        """Of the value, as far as its parameter says, or else the schema."""
+        """Of the value, as far as the schema says, where its parameter does not."""
         self._streams_value = False
         self._num_fields = 0
         self._has_called = False
@@ -167,9 +167,9 @@ class DsmlCalls:
             yield from self._text(rest)
 
     def _begin_value(self, key: str, is_string: str | None, rest: str) -> Iterator[CallEvent]:
-        said: set[str] = {"string"} if is_string == "true" else set()
-        self._types = said if is_string else types_of(self._offered[self._name], key)
-        self._streams_value = self._types == {"string"}
+        schema = self._offered[self._name]
+        self._types = set() if is_string else types_of(schema, key)
+        self._streams_value = is_string == "true" or (not is_string and is_text(schema, key))
         self._place, self._part = _Place.VALUE, ""
         yield from self._write_key(key, '"' if self._streams_value else "")
         if rest:

@@ -25,7 +25,7 @@ from router.text.calls.events import (
     Content,
     Offered,
 )
-from router.text.calls.values import json_string, json_value, types_of
+from router.text.calls.values import is_text, json_string, json_value, types_of
 from router.text.marks import Item, Mark
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -149,9 +149,9 @@ class GlmCalls:
         return ", " if self._num_fields else "{"
 
     def _begin_value(self) -> Iterator[CallEvent]:
-        types = types_of(self._offered[self._name], self._key or "")
-        self._place, self._part, self._types = _Place.VALUE, "", types
-        self._streams_value = types == {"string"}
+        schema, key = self._offered[self._name], self._key or ""
+        self._place, self._part, self._types = _Place.VALUE, "", types_of(schema, key)
+        self._streams_value = is_text(schema, key)
         yield from self._write_key('"' if self._streams_value else "")
 
     def _write_key(self, value: str) -> Iterator[CallEvent]:

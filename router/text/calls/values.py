@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 
+_BOUNDS = frozenset({"pattern", "minLength", "maxLength", "format", "const", "allOf", "not"})
+
 
 def json_string(text: str) -> str:
     """``text`` as a JSON string."""
@@ -18,10 +20,21 @@ def json_value(text: str, types: set[str]) -> str:
     if types == {"string", "null"} and text.strip() != "null":
         return json_string(text)
     try:
-        orjson.loads(text)
+        value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return json_string(text)
-    return text.strip()
+    is_other = types == {"string"} and not isinstance(value, str)
+    return json_string(text) if is_other else text.strip()
+
+
+def is_text(schema: Mapping[str, Any], key: str) -> bool:
+    """Whether the property ``key`` is a string that is written as it is, whatever it says.
+
+    One that is bound by more than its type may come as JSON: a grammar of it is one of JSON.
+    """
+    if types_of(schema, key) != {"string"}:
+        return False
+    return not _BOUNDS & schema["properties"][key].keys()
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:

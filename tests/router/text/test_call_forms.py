@@ -70,11 +70,13 @@ def by_id(name: str) -> MarkTable:
     )
 
 
-def read_output(name: str, table: MarkTable, output: list[int], start: Start | None) -> Message:
+def read_output(
+    name: str, table: MarkTable, output: list[int], start: Start | None, **options: Any
+) -> Message:
     """What a client has of ``output``, of bytes and marks."""
+    reader = reader_of(table, name, start, **options)
     if not table.by_id:
-        return read(reader_of(table, name, start), [bytes(output).decode(errors="replace")])
-    reader = reader_of(table, name, start)
+        return read(reader, [bytes(output).decode(errors="replace")])
     parts, run = [], bytearray()
     for token in [*output, None]:
         if token is None or token in table.by_id:
@@ -150,6 +152,27 @@ def test_within_text_only_calls_are_bound(name: str, tables: Any) -> None:
     whole = Writer(shape.calls(BOUNDED, marks, only_one=True)).write(random.Random(1))
     assert whole is not None
     assert writer.takes(["text ", *whole])
+
+
+@pytest.mark.parametrize("tables", [by_id, spelled], ids=["tokens", "spelled"])
+@pytest.mark.parametrize("name", ["glm-4.5", "deepseek-v3.2"])
+@pytest.mark.parametrize(
+    "bound", [{"pattern": "^[a-z]{2,5}$"}, {"maxLength": 3}, {"const": "K"}, {"enum": ["K", "L"]}]
+)
+def test_a_string_that_is_bound_is_one_string(
+    name: str, bound: dict[str, Any], tables: Any
+) -> None:
+    """Though it is written as JSON, since its grammar is one of JSON."""
+    value = {"type": "string", **bound}
+    schema = {"type": "object", "properties": {"city": value}, "required": ["city"]}
+    tool = ToolForm(name="f", param="x", arguments=canonical(schema, closed=True))
+    table = tables(name)
+    writer = Writer(CALL_FORMATS[name].shape.calls([tool], MarkForms(table), only_one=True))
+    for seed in range(5):
+        output = writer.write(random.Random(seed))
+        assert output is not None
+        ((_, arguments),) = read_output(name, table, output, None, offered={"f": schema}).calls
+        jsonschema.validate(json.loads(arguments), schema)
 
 
 def test_a_control_token_within_a_mark_is_that_token() -> None:

@@ -50,7 +50,7 @@ RESULTS = [
     {"role": "tool", "tool_call_id": "functions.weather:0", "content": "rain"},
     {"role": "tool", "tool_call_id": "functions.now:1", "content": "noon"},
 ]
-THOUGHT = {"reasoning_content": "Hm."}
+THOUGHT: dict[str, Any] = {"reasoning_content": "Hm."}
 
 
 def deepseek(text: str) -> str:
