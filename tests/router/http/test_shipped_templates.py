@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,18 @@ async def test_deepseeks_own_template_gives_way_where_tools_come(
     assert "## Tools" in prompt_of(cluster)
     await post(cluster, "/v1/chat/completions", messages=[USER])
     assert prompt_of(cluster) == f"{user}weather?{assistant}"
+
+
+async def test_the_router_says_once_what_stands_in(
+    start_router: StartRouter, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, template=KIMI, special=[*SPECIAL, *TURNS, *KIMI_MARKS])
+    with caplog.at_level(logging.INFO):
+        await start_router(tmp_path)
+    lines = [r.getMessage() for r in caplog.records if "chat_template" in r.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"model={MODEL} the checkpoint has a chat template without tools")
+    assert 'model.chat_template = "kimi-k2"' in lines[0]
 
 
 async def test_without_a_template_for_tools_the_field_is_named(cluster: Cluster) -> None:
