@@ -14,6 +14,7 @@ from router.text.control_text import ControlText
 from router.text.marks import MarkTable, mark_table
 from router.text.reasoning import ReasoningFormat, reasoning_format
 from router.text.template import ChatTemplate, load_chat_template
+from router.text.template_choice import Templates, choose_templates
 from router.text.tokenizer import Tokenizer, read_json, token_content
 from runtime.config import ClusterConfig, ModelSection
 from runtime.errors import ConfigError
@@ -51,7 +52,9 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     tool_template: ChatTemplate | None
-    """For requests that offer tools; most checkpoints have the same for both."""
+    """For conversations with tools; most checkpoints have the same for both."""
+    template_remark: str = ""
+    """What was made of a checkpoint whose own template reads no tools; empty: nothing."""
     control_text: ControlText
     limits: ModelLimits
     created: int
@@ -92,6 +95,7 @@ def load_served_models(config: ClusterConfig) -> tuple[ServedModel, ...]:
             path=entry.path,
             name=entry.name,
             max_model_len=entry.max_model_len,
+            chat_template=entry.chat_template,
             warm_grammars=config.model.warm_grammars,
         )
         model = load_served_model(
@@ -140,10 +144,17 @@ def load_served_model(
             f"the checkpoint's context is {context}",
             f"at most {context}, or 0 for all of it",
         )
-    template = load_chat_template(folder)
-    tool_template = load_chat_template(folder, "tool_use") or template
-    source = "".join(found.source for found in (template, tool_template) if found is not None)
-    history = None if tool_template is None else call_history(tool_template)
+    own = load_chat_template(folder)
+    templates = choose_templates(
+        section.chat_template,
+        Templates(chat=own, tools=load_chat_template(folder, "tool_use") or own),
+        folder=folder,
+        model_type=config.get("model_type"),
+        tokenizer=tokenizer,
+    )
+    found = (templates.chat, templates.tools)
+    source = "".join(template.source for template in found if template is not None)
+    history = None if templates.tools is None else call_history(templates.tools)
     calls = CALL_FORMATS.get(tool_parser)
     if tool_parser == "auto" and history is not None:
         calls = history.call_format
@@ -152,8 +163,9 @@ def load_served_model(
         folder=folder,
         aliases=tuple(filter(None, (name.strip() for name in section.aliases.split(",")))),
         tokenizer=tokenizer,
-        chat_template=template,
-        tool_template=tool_template,
+        chat_template=templates.chat,
+        tool_template=templates.tools,
+        template_remark=templates.remark,
         control_text=ControlText(tokenizer.control_tokens),
         limits=ModelLimits(
             max_model_len=section.max_model_len or context,

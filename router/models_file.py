@@ -18,6 +18,7 @@ from typing import Any
 
 from runtime.config.checks import at_least, one_of
 from runtime.config.router import REASONING_PARSERS, TOOL_PARSERS
+from runtime.config.templates import check_chat_template, is_template_file
 from runtime.errors import ConfigError
 
 FIELD = "router.models_file"
@@ -27,6 +28,7 @@ _TYPES: dict[str, type] = {
     "path": str,
     "aliases": list,
     "max_model_len": int,
+    "chat_template": str,
     "tool_parser": str,
     "reasoning_parser": str,
 }
@@ -42,6 +44,7 @@ class ModelEntry:
     """Folder of its checkpoint; a router reads tokenizer, template and limits, no weights."""
     aliases: tuple[str, ...] = ()
     max_model_len: int = 0
+    chat_template: str = "auto"
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
 
@@ -51,6 +54,7 @@ class ModelEntry:
             fix = "the folder of its checkpoint"
             raise ConfigError(f"{where}.path", self.path, "is not set", fix)
         at_least(f"{where}.max_model_len", self.max_model_len, 0)
+        check_chat_template(f"{where}.chat_template", self.chat_template)
         one_of(f"{where}.tool_parser", self.tool_parser, TOOL_PARSERS)
         one_of(f"{where}.reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
 
@@ -95,5 +99,8 @@ def _entry(name: str, fields: object, base: Path) -> ModelEntry:
         if not isinstance(alias, str) or not alias:
             raise ConfigError(f"{where}.aliases", alias, "is no name", "names, as strings")
     given["aliases"] = tuple(given.get("aliases", []))
-    folder = given.get("path", "")
-    return ModelEntry(name=name, **{**given, "path": folder and str(base / folder)})
+    folder, template = given.get("path", ""), given.get("chat_template", "")
+    given["path"] = folder and str(base / folder)
+    if is_template_file(template):
+        given["chat_template"] = str(base / template)
+    return ModelEntry(name=name, **given)

@@ -75,6 +75,9 @@ class RouterService:
         self._config_path = config_path
         self._keys = key_source(config)
         self._models = load_served_models(config)
+        for model in self._models:
+            if model.template_remark:
+                logger.info("model=%s %s", model.name, model.template_remark)
         self._credentials = cluster_credentials(config)
         self._server: grpc.aio.Server | None = None
         self.http_port = 0

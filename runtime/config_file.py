@@ -25,6 +25,7 @@ from runtime.config import (
     TierSection,
     TlsSection,
 )
+from runtime.config.templates import is_template_file
 from runtime.errors import ConfigError
 from runtime.net import Credentials
 from runtime.network import own_address
@@ -35,6 +36,7 @@ _SECRETS = {("cluster", "secret"), ("cluster", "previous_secret")}
 _PATHS = {
     "cluster.run_dir",
     "model.path",
+    "model.chat_template",
     "prefill.expert_load",
     "decode.expert_load",
     "router.keys_file",
@@ -124,7 +126,7 @@ def parse_config(table: Mapping[str, object], *, base: Path | None = None) -> Cl
     return dataclasses.replace(
         config,
         cluster=_with_base(config.cluster, ("run_dir",), base),
-        model=_with_base(config.model, ("path",), base),
+        model=_with_base(config.model, ("path", "chat_template"), base),
         prefill=_with_base(config.prefill, ("expert_load",), base),
         decode=_with_base(config.decode, ("expert_load",), base),
         router=_with_base(config.router, ("keys_file", "models_file"), base),
@@ -202,7 +204,7 @@ def _with_base(section: _Section, names: Sequence[str], base: Path) -> _Section:
 
 
 def _based(path: str, value: str, base: Path) -> str:
-    """The path ``value`` from ``base`` on; an absolute one, and an empty one, stays as it is.
+    """The path ``value`` from ``base`` on; one that is absolute, empty or a name stays as it is.
 
     Raises:
         ConfigError: it seems to name a model of Hugging Face, which is not fetched from here.
@@ -213,6 +215,8 @@ def _based(path: str, value: str, base: Path) -> str:
         folder = f"./{value.partition('/')[2]}"
         fix = f"`hf download {value} --local-dir {folder}`, then --model {folder}"
         raise ConfigError(path, value, problem, fix)
+    if path == "model.chat_template" and not is_template_file(value):
+        return value
     return str(whole) if value else value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{role} step".ljust(12), _sizes_of(section))
     source = f"as {shape.name} is published" if shape else config.model.path
     print(f"model        {config.model.name} ({source})")
-    _print_further_models(config)
+    _print_served_models(config)
     print(f"computes in  {config.compute_dtype}")
     print(f"devices      {num_devices_needed(plans)} of {num_devices} CUDA devices")
     if keys is not None:
@@ -125,11 +126,15 @@ def _drafts_of(chosen: ClusterConfig, config: ClusterConfig, model: CommonConfig
     return f"{decode.num_speculative_tokens or 'none'}{why and f': {why}'}"
 
 
-def _print_further_models(config: ClusterConfig) -> None:
-    """Those that the router serves beside the first."""
-    if not config.router.models_file:
-        return
+def _print_served_models(config: ClusterConfig) -> None:
+    """Those that the router serves beside the first, and what it makes of their templates."""
     from router.model import load_served_models
 
-    for served in load_served_models(config)[1:]:
+    if not Path(config.model.path, "config.json").is_file():
+        return  # planned for a model that is not here
+    models = load_served_models(config)
+    for served in models[1:]:
         print(f"beside it    {', '.join(served.names)}")
+    for served in models:
+        if served.template_remark:
+            print(f"note         {served.name}: {served.template_remark}")

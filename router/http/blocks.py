@@ -34,6 +34,8 @@ class Block:
     kind: BlockKind
     name: str = ""
     """Of the function that a call calls."""
+    call_id: str | None = None
+    """Of a call, if the model wrote one."""
     texts: list[str] = field(default_factory=list)
     is_whole: bool = True
     """False: the output ended within it, by its length or within a call."""
@@ -87,7 +89,7 @@ class Blocks:
         for part in parts:
             if isinstance(part, CallDelta):
                 if part.name is not None:
-                    yield from self._begin(BlockKind.CALL, part.name)
+                    yield from self._begin(BlockKind.CALL, part.name, part.call_id)
                 yield from self._more(part.arguments)
             elif part.text:
                 kind = BlockKind.REASONING if isinstance(part, Reasoning) else BlockKind.TEXT
@@ -98,9 +100,9 @@ class Blocks:
             self.finish_reason = piece.finish_reason
             yield from self._end()
 
-    def _begin(self, kind: BlockKind, name: str = "") -> Iterator[News]:
+    def _begin(self, kind: BlockKind, name: str = "", call_id: str | None = None) -> Iterator[News]:
         yield from self._end()
-        self._open = Block(index=len(self.found), kind=kind, name=name)
+        self._open = Block(index=len(self.found), kind=kind, name=name, call_id=call_id)
         self.found.append(self._open)
         yield Begin(self._open)
 

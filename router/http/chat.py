@@ -188,8 +188,8 @@ def _delta(part: Part) -> Json:
             return {"content": text}
         case CallDelta(index, None, arguments):
             return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
-        case CallDelta(index, name, arguments):
-            return {"tool_calls": [{"index": index, **_call(str(name), arguments)}]}
+        case CallDelta(index, name, arguments, call_id):
+            return {"tool_calls": [{"index": index, **_call(str(name), arguments, call_id)}]}
 
 
 def _reasoning(text: str | None) -> Json:
@@ -197,9 +197,9 @@ def _reasoning(text: str | None) -> Json:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call(name: str, arguments: str) -> Json:
+def _call(name: str, arguments: str, call_id: str | None) -> Json:
     return {
-        "id": f"call_{secrets.token_hex(12)}",
+        "id": call_id or f"call_{secrets.token_hex(12)}",
         "type": "function",
         "function": {"name": name, "arguments": arguments},
     }
@@ -207,9 +207,11 @@ def _call(name: str, arguments: str) -> Json:
 
 def _whole_calls(deltas: list[CallDelta]) -> list[Json]:
     arguments: dict[int, str] = {}
-    names: dict[int, str] = {}
+    firsts: dict[int, CallDelta] = {}
     for delta in deltas:
         arguments[delta.call] = arguments.get(delta.call, "") + delta.arguments
         if delta.name is not None:
-            names[delta.call] = delta.name
-    return [_call(name, arguments[number]) for number, name in names.items()]
+            firsts[delta.call] = delta
+    return [
+        _call(str(first.name), arguments[number], first.call_id) for number, first in firsts.items()
+    ]

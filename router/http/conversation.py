@@ -25,8 +25,9 @@ def offered_tools(body: ChatRequest) -> list[dict[str, Any]]:
 
 
 def template_for(body: ChatRequest, model: ServedModel) -> ChatTemplate | None:
-    """What writes the prompt."""
-    return model.tool_template if offered_tools(body) else model.chat_template
+    """What writes the prompt: calls and results of earlier turns are of tools, too."""
+    has_calls = any(m.get("tool_calls") or m["role"] == "tool" for m in body.messages)
+    return model.tool_template if has_calls or offered_tools(body) else model.chat_template
 
 
 def template_messages(body: ChatRequest, history: CallHistory | None) -> list[dict[str, Any]]:

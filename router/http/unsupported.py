@@ -17,6 +17,7 @@ from router.http.conversation import template_for
 from router.http.output_forms import FIELDS
 from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
 from router.model import ServedModel
+from runtime.config.templates import FIELD, SHIPPED
 
 IGNORED_HEADER = "x-tandem-ignored-fields"
 MAX_UNKNOWN = 64
@@ -210,7 +211,10 @@ def refuse_unread(request: ChatRequest, model: ServedModel) -> None:
     if request.tools and request.tool_choice != "none":
         number = f"{len(request.tools)} of them"
         if "tools" not in read_by_template:
-            fix = "send tool_choice = 'none', or serve a chat template that reads tools"
+            fix = (
+                f"send tool_choice = 'none', or set {FIELD} to a file whose template reads "
+                f"tools or to one that ships ({', '.join(SHIPPED)})"
+            )
             raise _unsupported("tools", f"{number}, which the chat template does not read,", fix)
         if model.formats.calls is None:
             fix = "send tool_choice = 'none', or set router.tool_parser"

@@ -18,7 +18,8 @@ from router.text.template import ChatTemplate
 
 _KEY, _VALUE, _RESULT = "probe_of_key", "probe of value", "probe of result"
 _TEXT = f'{{"{_KEY}": "{_VALUE}"}}'
-_CALL_ID = "callprobe"
+_CALL_IDS = ("callprobe", f"functions.{PROBE_NAME}:0")
+"""Some templates take ids of nine letters alone; some write a call's name in its id only."""
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -49,9 +50,10 @@ def call_history(template: ChatTemplate) -> CallHistory | None:
     """How ``template`` takes calls; None: it does not."""
     found = []
     empty: tuple[str | None, ...] = (None, "")
-    for wants_objects, no_content in itertools.product((False, True), empty):
+    for call_id, wants_objects, no_content in itertools.product(_CALL_IDS, (False, True), empty):
+        probe = _Probe(template, call_id, wants_objects)
         for reads_results in (True, False):
-            rendered = _rendered(template, wants_objects, no_content, with_result=reads_results)
+            rendered = probe.rendered(no_content, with_result=reads_results)
             if rendered is None or not _holds_call(rendered):
                 continue
             if reads_results and _RESULT not in rendered:
@@ -59,7 +61,7 @@ def call_history(template: ChatTemplate) -> CallHistory | None:
             history = CallHistory(
                 wants_objects=wants_objects,
                 no_content=no_content,
-                takes_both=_takes_both(template, wants_objects, with_result=reads_results),
+                takes_both=probe.takes_both(with_result=reads_results),
                 reads_results=reads_results,
                 call_format=recognised(rendered),
             )
@@ -72,32 +74,36 @@ def _worth(history: CallHistory) -> tuple[bool, bool]:
     return history.call_format is not None, history.reads_results
 
 
-def _takes_both(template: ChatTemplate, wants_objects: bool, *, with_result: bool) -> bool:
-    rendered = _rendered(template, wants_objects, "probe of content", with_result=with_result)
-    return rendered is not None and _holds_call(rendered)
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Conversations with one call; some templates write it only where tools are offered."""
 
+    template: ChatTemplate
+    call_id: str
+    wants_objects: bool
 
-def _rendered(
-    template: ChatTemplate, wants_objects: bool, content: str | None, *, with_result: bool
-) -> str | None:
-    """The conversation with a call; some templates write one only where tools are offered."""
-    arguments = {_KEY: _VALUE} if wants_objects else _TEXT
-    call = {
-        "id": _CALL_ID,
-        "type": "function",
-        "function": {"name": PROBE_NAME, "arguments": arguments},
-    }
-    messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "probe"},
-        {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "content": _RESULT, "tool_call_id": _CALL_ID},
-    ]
-    for tools in (None, [_TOOL]):
-        try:
-            return template.render(messages if with_result else messages[:2], tools=tools)
-        except RequestError:
-            continue
-    return None
+    def takes_both(self, *, with_result: bool) -> bool:
+        rendered = self.rendered("probe of content", with_result=with_result)
+        return rendered is not None and _holds_call(rendered)
+
+    def rendered(self, content: str | None, *, with_result: bool) -> str | None:
+        arguments = {_KEY: _VALUE} if self.wants_objects else _TEXT
+        call = {
+            "id": self.call_id,
+            "type": "function",
+            "function": {"name": PROBE_NAME, "arguments": arguments},
+        }
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "probe"},
+            {"role": "assistant", "content": content, "tool_calls": [call]},
+            {"role": "tool", "content": _RESULT, "tool_call_id": self.call_id},
+        ]
+        for tools in (None, [_TOOL]):
+            try:
+                return self.template.render(messages if with_result else messages[:2], tools=tools)
+            except RequestError:
+                continue
+        return None
 
 
 def _holds_call(rendered: str) -> bool:

@@ -40,6 +40,8 @@ class MarkTable:
     """Those of one token."""
     spelled: tuple[str, ...] = ()
     """Those of several; none begins with another."""
+    inner_by_id: Mapping[int, str] = field(default_factory=dict)
+    """Control tokens that are one of the several."""
     visible_pieces: Pieces = field(default_factory=Pieces)
     """The bytes of every token, by id; those of special tokens are empty, those of marks never."""
 
@@ -55,13 +57,20 @@ def mark_table(tokenizer: Tokenizer, marks: Iterable[str]) -> MarkTable:
             spelled.append(mark)
         else:
             by_id[token_id] = mark
+    inner = {
+        token_id: token
+        for token in tokenizer.control_tokens
+        if any(token in mark for mark in spelled)
+        and (token_id := tokenizer.token_id(token)) is not None
+    }
     pieces = vocabulary.visible_pieces
-    if any(not pieces[token_id] for token_id in by_id):
+    shown = by_id.keys() | inner.keys()
+    if any(not pieces[token_id] for token_id in shown):
         pieces = Pieces(
-            vocabulary.pieces[token_id] if token_id in by_id else piece
+            vocabulary.pieces[token_id] if token_id in shown else piece
             for token_id, piece in enumerate(pieces)
         )
-    return MarkTable(by_id=by_id, spelled=tuple(spelled), visible_pieces=pieces)
+    return MarkTable(by_id=by_id, spelled=tuple(spelled), inner_by_id=inner, visible_pieces=pieces)
 
 
 class MarkFinder:

@@ -30,6 +30,8 @@ class CallDelta(NamedTuple):
     name: str | None
     """With a call's first news."""
     arguments: str
+    call_id: str | None = None
+    """With a call's first news, if the model wrote one."""
 
 
 Part = Reasoning | Content | CallDelta
@@ -183,9 +185,9 @@ class MessageReader:
             match event:
                 case Content():
                     self._say(event)
-                case CallBegin(name):
+                case CallBegin(name, call_id):
                     self._joint()
-                    self._parts.append(CallDelta(self._num_calls, name, ""))
+                    self._parts.append(CallDelta(self._num_calls, name, "", call_id))
                     self._num_calls += 1
                     self.is_call_open = True
                 case Arguments(text):

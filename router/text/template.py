@@ -144,6 +144,12 @@ def _nothing_to_continue(problem: str) -> RequestError:
     )
 
 
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The variables that templates have for a checkpoint's tokens."""
+    settings = read_json(folder / "tokenizer_config.json")
+    return {key: token_content(settings.get(key)) or "" for key in _TOKEN_NAMES}
+
+
 def load_chat_template(folder: Path, name: str = "default") -> ChatTemplate | None:
     """The template from chat_template.jinja or tokenizer_config.json; None where there is none.
 
@@ -153,7 +159,6 @@ def load_chat_template(folder: Path, name: str = "default") -> ChatTemplate | No
         ConfigError: the template is broken.
     """
     settings = read_json(folder / "tokenizer_config.json")
-    tokens = {key: token_content(settings.get(key)) or "" for key in _TOKEN_NAMES}
     usual, further = folder / "chat_template.jinja", folder / "additional_chat_templates"
     path = usual if name == "default" else further / f"{name}.jinja"
     source: object = settings.get("chat_template")
@@ -164,4 +169,4 @@ def load_chat_template(folder: Path, name: str = "default") -> ChatTemplate | No
         source = named.get(name)
     elif name != "default":
         source = None
-    return ChatTemplate(source, tokens) if isinstance(source, str) else None
+    return ChatTemplate(source, special_tokens(folder)) if isinstance(source, str) else None

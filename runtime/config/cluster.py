@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.checks import at_least, one_of
+from runtime.config.templates import FIELD, check_chat_template
 from runtime.errors import ConfigError
 from runtime.net import check_reachable
 from runtime.network import check_network
@@ -72,6 +73,9 @@ class ModelSection:
     """Further names that clients may ask for, separated by commas."""
     max_model_len: int = 0
     """Most tokens of prompt and output together; 0: what the checkpoint says."""
+    chat_template: str = "auto"
+    """The path of a Jinja file, the name of one that ships, or "auto": the checkpoint's own, and
+    for conversations with tools, where that reads none, the one that ships for its family."""
     load_format: str = "safetensors"
     """Either "safetensors", or "dummy" for random weights of the right shapes."""
     dtype: str = "auto"
@@ -84,6 +88,7 @@ class ModelSection:
         one_of("model.load_format", self.load_format, ("safetensors", "dummy"))
         one_of("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         at_least("model.max_model_len", self.max_model_len, 0)
+        check_chat_template(FIELD, self.chat_template)
 
 
 def check_ray_address(address: str) -> None:

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 from runtime.config.checks import at_least, check_origin, check_port, one_of
 from runtime.errors import ConfigError
 
-TOOL_PARSERS = ("auto", "none", "deepseek-v3", "deepseek-v3.1", "glm-4.5", "hermes", "llama3-json")
+TOOL_PARSERS = (
+    *("auto", "none", "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2"),
+    *("glm-4.5", "hermes", "kimi-k2", "llama3-json"),
+)
 POLICIES = ("least-loaded", "round-robin", "prefix-affinity", "lmetric", "predicted-ttft")
 REASONING_PARSERS = ("auto", "none", "think", "deepseek-r1")
 

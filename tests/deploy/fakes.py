@@ -73,13 +73,22 @@ def fake_config(
     )
 
 
+TOKENIZER = {
+    "decoder": {
+        "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True,
+    },
+    "model": {"type": "BPE", "vocab": {}, "merges": []},
+}  # fmt: skip
+"""The least that is one."""
+
+
 def write_model(folder: Path, **changes: object) -> Path:
     """A checkpoint without tensors, whose config.json has ``MODEL_FIELDS`` and ``changes``."""
     path = folder / "model"
     path.mkdir(exist_ok=True)
     text = json.dumps({**MODEL_FIELDS, **changes})
     (path / "config.json").write_text(text, encoding="utf-8")
-    (path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (path / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
     (path / "model.safetensors").write_bytes(b"")
     return path
 

@@ -250,6 +250,26 @@ def test_validate_knows_the_parsers_of_answers(capsys: pytest.CaptureFixture[str
         assert known in error
 
 
+def test_validate_says_which_template_stands_in_for_tools(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = write_model(tmp_path)
+    user, begin = "<\uff5cUser\uff5c>", "<\uff5ctool\u2581call\u2581begin\uff5c>"
+    source = f"{{% for m in messages %}}{user}{{{{ m.content or '{begin}' }}}}{{% endfor %}}"
+    (model / "chat_template.jinja").write_text(source, encoding="utf-8")
+    status, output, _ = run("validate", "--model", str(model), capsys=capsys)
+    assert status == 0
+    (note,) = [line for line in output.splitlines() if "template" in line]
+    assert note.startswith("note         model: the checkpoint has a chat template without tools:")
+    assert 'model.chat_template = "deepseek-v3"' in note
+    words = ["validate", "--model", str(model), "--set", "model.chat_template=deepseek-v3.1"]
+    status, output, _ = run(*words, capsys=capsys)
+    assert (status, "template" in output) == (0, False)
+    status, _, error = run(*words[:-1], "model.chat_template=deepseek-v4", capsys=capsys)
+    assert status == 2
+    assert "did you mean deepseek-v3" in error
+
+
 def test_a_missing_gpu_is_told_of_the_field_that_asks_for_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -23,7 +23,8 @@ def test_a_table_is_a_model(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         '[models."org/one"]\npath = "one"\naliases = ["small", "fast"]\nmax_model_len = 128\n'
-        'tool_parser = "hermes"\n[models.two]\npath = "/two"\n',
+        'tool_parser = "hermes"\nchat_template = "one.jinja"\n'
+        '[models.two]\npath = "/two"\nchat_template = "kimi-k2"\n',
     )
     assert read_models(path) == (
         ModelEntry(
@@ -32,8 +33,9 @@ def test_a_table_is_a_model(tmp_path: Path) -> None:
             aliases=("small", "fast"),
             max_model_len=128,
             tool_parser="hermes",
+            chat_template=str(tmp_path / "one.jinja"),
         ),
-        ModelEntry(name="two", path="/two"),
+        ModelEntry(name="two", path="/two", chat_template="kimi-k2"),
     )
 
 
@@ -51,6 +53,10 @@ def test_a_table_is_a_model(tmp_path: Path) -> None:
         ("[models.x]\npath='x'\naliases=[3]", "models.x.aliases = 3"),
         ("[models.x]\npath='x'\nmax_model_len=-1", "models.x.max_model_len"),
         ("[models.x]\npath='x'\ntool_parser='mine'", "models.x.tool_parser = 'mine'"),
+        (
+            "[models.x]\npath='x'\nchat_template='kimi'",
+            "models.x.chat_template = 'kimi': .*did you mean kimi-k2",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(tmp_path: Path, text: str, words: str) -> None:

@@ -50,21 +50,48 @@ SPECIAL_TOKENS: Final = (
 )
 
 CHAT_TEMPLATE: Final = (
-    "{{- bos_token -}}\n"
-    "{%- for message in messages -%}\n"
-    "{%- if message['role'] in ('system', 'developer') -%}\n"
-    "{{- message['content'] -}}\n"
-    "{%- elif message['role'] == 'user' -%}\n"
-    "{{- '" + USER + "' + message['content'] -}}\n"
-    "{%- elif message['role'] == 'assistant' -%}\n"
-    "{{- '" + ASSISTANT + "' + (message['content'] or '') + eos_token -}}\n"
-    "{%- else -%}\n"
-    "{{- raise_exception('this template knows the roles system, user and assistant, not '"
-    " + message['role']) -}}\n"
-    "{%- endif -%}\n"
-    "{%- endfor -%}\n"
-    "{%- if add_generation_prompt -%}{{- '" + ASSISTANT + "' -}}{%- endif -%}\n"
+    r"""
+{%- macro declared() -%}
+{{- '# Tools\n\nCall a function by writing its name and arguments so:\n<tool_call>\n' -}}
+{{- '{"name": "NAME", "arguments": {"KEY": "VALUE"}}\n</tool_call>\n\nFunctions:\n' -}}
+{%- for tool in tools -%}
+{{- tool['function'] | tojson + '\n' -}}
+{%- endfor -%}
+{%- endmacro -%}
+{%- set turn = namespace(last='') -%}
+{{- bos_token -}}
+{%- if tools and (not messages or messages[0]['role'] not in ('system', 'developer')) -%}
+{{- declared() -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- set role = message['role'] -%}
+{%- if role in ('system', 'developer') -%}
+{{- message['content'] + ('\n\n' + declared() if tools and loop.first else '') -}}
+{%- elif role == 'user' -%}
+{{- '<USER>' + message['content'] -}}
+{%- elif role == 'assistant' -%}
+{{- '<ASSISTANT>' + (message['content'] or '') -}}
+{%- for call in message['tool_calls'] or [] -%}
+{%- set arguments = call['function']['arguments'] -%}
+{{- '\n' if message['content'] or not loop.first else '' -}}
+{{- '<tool_call>\n{"name": "' + call['function']['name'] + '", "arguments": ' -}}
+{{- (arguments if arguments is string else arguments | tojson) + '}\n</tool_call>' -}}
+{%- endfor -%}
+{{- eos_token -}}
+{%- elif role == 'tool' -%}
+{{- '\n' if turn.last == 'tool' else '<USER>' -}}
+{{- '<tool_response>\n' + message['content'] + '\n</tool_response>' -}}
+{%- else -%}
+{{- raise_exception('the roles are system, user, assistant and tool, not ' + role) -}}
+{%- endif -%}
+{%- set turn.last = role -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<ASSISTANT>' -}}{%- endif -%}
+""".lstrip()
+    .replace("<USER>", USER)
+    .replace("<ASSISTANT>", ASSISTANT)
 )
+"""Conversations as the model was trained on them; the tools' part it has never seen."""
 
 
 def render(exchange: Exchange) -> str:

@@ -83,7 +83,8 @@ def _content(info: ResponseInfo, block: Block) -> Json:
         return {"type": "text", "text": block.text}
     if block.kind is BlockKind.REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
-    use = {"type": "tool_use", "id": f"toolu_{_base_id(info)}.{block.index}", "name": block.name}
+    use_id = block.call_id or f"toolu_{_base_id(info)}.{block.index}"
+    use = {"type": "tool_use", "id": use_id, "name": block.name}
     return {**use, "input": arguments_of(block.text)}
 
 

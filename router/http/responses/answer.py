@@ -57,7 +57,7 @@ class Answer:
             return {
                 **head,
                 "type": "function_call",
-                "call_id": f"call_{self._id}.{block.index}",
+                "call_id": block.call_id or f"call_{self._id}.{block.index}",
                 "name": block.name,
                 "arguments": block.text,
             }

@@ -1,4 +1,4 @@
-"""Calls as DeepSeek's models write them: marks around, name and arguments between.
+"""Calls between marks of their own, as DeepSeek's models write them, with name and arguments.
 
 V3 and R1::
 
@@ -12,8 +12,9 @@ V3.1: ``<calls begin><call begin>NAME<sep>ARGUMENTS<call end><calls end>``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
+from typing import NamedTuple
 
 import orjson
 
@@ -33,7 +34,19 @@ CALL_BEGIN = "<\uff5ctool\u2581call\u2581begin\uff5c>"
 SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
 CALL_END = "<\uff5ctool\u2581call\u2581end\uff5c>"
 CALLS_END = "<\uff5ctool\u2581calls\u2581end\uff5c>"
-DEEPSEEK_MARKS = (CALLS_BEGIN, CALL_BEGIN, SEPARATOR, CALL_END, CALLS_END)
+
+
+class CallMarks(NamedTuple):
+    """What stands around all calls, around each, and before its arguments."""
+
+    calls_begin: str
+    call_begin: str
+    separator: str
+    call_end: str
+    calls_end: str
+
+
+DEEPSEEK_MARKS = CallMarks(CALLS_BEGIN, CALL_BEGIN, SEPARATOR, CALL_END, CALLS_END)
 _FENCE = "```json"
 _TAIL = " \t\r\n`"
 """What may stand behind the arguments: line breaks and the closing fence."""
@@ -53,13 +66,35 @@ class _Place(Enum):
     ARGUMENTS = auto()
 
 
+def named_call(head: str, offered: Offered) -> CallBegin | None:
+    """The call of which ``head`` is the name; None: no such tool is offered."""
+    name = head.strip()
+    return CallBegin(name) if name in offered else None
+
+
 class DeepSeekCalls:
     """A ``CallParser`` of either way."""
 
-    def __init__(self, offered: Offered, *, names_first: bool) -> None:
-        """``names_first``: the name stands before the separator, as in V3.1."""
+    def __init__(
+        self,
+        offered: Offered,
+        *,
+        names_first: bool,
+        marks: CallMarks = DEEPSEEK_MARKS,
+        call_of: Callable[[str, Offered], CallBegin | None] = named_call,
+    ) -> None:
+        """For one choice.
+
+        Args:
+            offered: the tools.
+            names_first: the name stands before the separator, as in V3.1.
+            marks: those of the model.
+            call_of: what the text in a name's place says.
+        """
         self._offered = offered
         self._names_first = names_first
+        self._marks = marks
+        self._call_of = call_of
         self._place = _Place.TEXT
         self._raw = ""
         """What the client has to be given if this is no call."""
@@ -93,19 +128,19 @@ class DeepSeekCalls:
             yield Arguments(self._part)
 
     def _mark(self, mark: Mark) -> Iterator[CallEvent]:
-        place, text = self._place, mark.text
-        if place is _Place.NAME and text in (CALL_END, CALLS_END, CALL_BEGIN):
+        place, text, marks = self._place, mark.text, self._marks
+        if place is _Place.NAME and text in (marks.call_end, marks.calls_end, marks.call_begin):
             yield from self._begin_call(self._part)
             place = self._place
-        if place is _Place.TEXT and text == CALLS_BEGIN:
+        if place is _Place.TEXT and text == marks.calls_begin:
             self._has_called = False
             self._go(_Place.BETWEEN, text)
-        elif place in (_Place.TEXT, _Place.BETWEEN) and text == CALL_BEGIN:
+        elif place in (_Place.TEXT, _Place.BETWEEN) and text == marks.call_begin:
             self._has_called &= place is _Place.BETWEEN
             self._go(_Place.HEAD, self._raw + text)
-        elif place is _Place.BETWEEN and text == CALLS_END and self._has_called:
+        elif place is _Place.BETWEEN and text == marks.calls_end and self._has_called:
             self._go(_Place.TEXT)
-        elif place is _Place.HEAD and text == SEPARATOR:
+        elif place is _Place.HEAD and text == marks.separator:
             self._raw += text
             yield from self._separate()
         elif place in (_Place.FENCE, _Place.ARGUMENTS):
@@ -114,16 +149,17 @@ class DeepSeekCalls:
             yield from self._give_back(text)
 
     def _mark_in_call(self, text: str) -> Iterator[CallEvent]:
-        if text not in (CALL_END, CALLS_END, CALL_BEGIN):
+        marks = self._marks
+        if text not in (marks.call_end, marks.calls_end, marks.call_begin):
             yield from self._add_arguments(text)
             return
         if not self._arguments:
             yield Arguments(NO_ARGUMENTS)
         yield CallEnd()
-        if text == CALL_BEGIN:
+        if text == marks.call_begin:
             self._go(_Place.HEAD, text)
         else:
-            self._go(_Place.BETWEEN if text == CALL_END else _Place.TEXT)
+            self._go(_Place.BETWEEN if text == marks.call_end else _Place.TEXT)
 
     def _text(self, text: str) -> Iterator[CallEvent]:
         """Text before the arguments."""
@@ -150,14 +186,14 @@ class DeepSeekCalls:
             yield from self._give_back("")
 
     def _begin_call(self, name: str, rest: str = "") -> Iterator[CallEvent]:
-        name = name.strip()
-        if name not in self._offered:
+        call = self._call_of(name, self._offered)
+        if call is None:
             yield from self._give_back("")
             return
         self._has_called = True
         self._go(_Place.FENCE)
         self._part, self._arguments = rest, []
-        yield CallBegin(name)
+        yield call
         yield from self._skip_fence()
 
     def _skip_fence(self) -> Iterator[CallEvent]:

@@ -18,6 +18,8 @@ class CallBegin(NamedTuple):
     """A call of an offered tool begins."""
 
     name: str
+    call_id: str | None = None
+    """As the model wrote it, which knows the call's result by it; None: it writes none."""
 
 
 NO_ARGUMENTS = "{}"

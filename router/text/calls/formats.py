@@ -16,17 +16,21 @@ from router.text.calls.deepseek import (
     SEPARATOR,
     DeepSeekCalls,
 )
+from router.text.calls.dsml import DSML_MARKS, INVOKE, DsmlCalls
 from router.text.calls.events import NewCallParser
 from router.text.calls.forms import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
+    DEEPSEEK_V32,
     GLM,
     HERMES,
+    KIMI,
     LLAMA,
     CallShape,
 )
 from router.text.calls.glm import GLM_MARKS, KEY, GlmCalls
 from router.text.calls.json_call import HERMES_MARKS, LLAMA_MARKS, HermesCalls, LlamaCalls
+from router.text.calls.kimi import KIMI_MARKS, PREFIX, kimi_call
 
 PROBE_NAME = "probe_of_calls"
 
@@ -56,6 +60,12 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         looks_like=(f"{CALL_BEGIN}{PROBE_NAME}{SEPARATOR}",),
         shape=DEEPSEEK_V31,
     ),
+    "deepseek-v3.2": CallFormat(
+        marks=DSML_MARKS,
+        new_parser=DsmlCalls,
+        looks_like=(f'{INVOKE}name="{PROBE_NAME}">',),
+        shape=DEEPSEEK_V32,
+    ),
     "glm-4.5": CallFormat(
         marks=GLM_MARKS,
         new_parser=GlmCalls,
@@ -70,6 +80,12 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
             f'{HERMES_MARKS[0]}{{"arguments":{{',
         ),
         shape=HERMES,
+    ),
+    "kimi-k2": CallFormat(
+        marks=KIMI_MARKS,
+        new_parser=partial(DeepSeekCalls, names_first=True, marks=KIMI_MARKS, call_of=kimi_call),
+        looks_like=(f"{KIMI_MARKS.call_begin}{PREFIX}{PROBE_NAME}:",),
+        shape=KIMI,
     ),
     "llama3-json": CallFormat(
         marks=LLAMA_MARKS,

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.text.calls.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from router.text.calls.dsml import DSML, DSML_MARKS, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END
 from router.text.calls.glm import CLOSING, KEY, KEY_END, OPENING, VALUE, VALUE_END
 from router.text.calls.json_call import HERMES_MARKS
+from router.text.calls.kimi import KIMI_MARKS, PREFIX
 from router.text.grammar.forms import (
     Form,
     MarkForms,
     json_of_canonical,
+    matching,
     maybe,
     one_of,
     sequence,
@@ -57,6 +60,8 @@ class CallShape:
     """Between two calls."""
     region: tuple[str, str] | None = None
     """What stands around all calls."""
+    within_region: str = ""
+    """Between that and the calls."""
     is_marked: bool = True
     """Whether a begin is a mark; else it is text with ``NAME`` for the tool's name."""
 
@@ -70,11 +75,17 @@ class CallShape:
             )
             for tool in tools
         ]
-        form = tags(each, self.separator, only_one=only_one)
         if self.region is None:
-            return form
+            return tags(each, self.separator, only_one=only_one)
         begin, end = self.region
-        return sequence(marks.of(begin), form, marks.of(end))
+        return sequence(marks.of(begin), self._inside(each, only_one=only_one), marks.of(end))
+
+    def _inside(self, each: Sequence[Form], *, only_one: bool) -> Form:
+        """All between the marks of the region."""
+        form = tags(each, self.separator, only_one=only_one)
+        if not self.within_region:
+            return form
+        return sequence(text(self.within_region), form, text(self.within_region))
 
     def within_text(
         self, tools: Sequence[ToolForm], marks: MarkForms, *, without: Sequence[str] = ()
@@ -93,8 +104,8 @@ class CallShape:
             for tool in tools
         ]
         begin, end = self.region
-        region = tags(each, self.separator, only_one=False)
-        return triggered(marks, begin, region, end, without=without)
+        inside = self._inside(each, only_one=False)
+        return triggered(marks, begin, inside, end, without=without)
 
 
 def _named(template: str, tool: ToolForm) -> str:
@@ -118,36 +129,66 @@ def _llama(tool: ToolForm, marks: MarkForms) -> Form:
     return tool.json
 
 
+def _kimi(tool: ToolForm, marks: MarkForms) -> Form:
+    call_id = sequence(text(f"{PREFIX}{tool.name}:"), matching("0|[1-9][0-9]{0,2}"))
+    return sequence(call_id, marks.of(KIMI_MARKS.separator), tool.json)
+
+
 def _glm(tool: ToolForm, marks: MarkForms) -> Form:
-    """Keys in the order of the schema: strings as they are, other values as JSON."""
+    def field(name: str, value: Any) -> Form:
+        if not name.strip() or "<" in name:
+            raise _unfit(name)
+        key = sequence(marks.of(KEY), text(name), marks.of(KEY_END), text("\n"), marks.of(VALUE))
+        content = _plain_text(value, VALUE_END, marks) or _json_value(tool, name, value)
+        return sequence(key, content, marks.of(VALUE_END), text("\n"))
+
+    return sequence(text(f"{tool.name}\n"), *_fields(tool, field))
+
+
+def _dsml(tool: ToolForm, marks: MarkForms) -> Form:
+    def field(name: str, value: Any) -> Form:
+        if '"' in name or DSML in name:
+            raise _unfit(name)
+        content = _plain_text(value, PARAMETER_END, marks)
+        is_string = "false" if content is None else "true"
+        head = sequence(marks.of(PARAMETER), text(f' name="{name}" string="{is_string}">'))
+        end = sequence(marks.of(PARAMETER_END), text("\n"))
+        return sequence(head, content or _json_value(tool, name, value), end)
+
+    return sequence(text(f' name="{tool.name}">\n'), *_fields(tool, field))
+
+
+def _fields(tool: ToolForm, field: Callable[[str, Any], Form]) -> list[Form]:
+    """The arguments in the order of the schema, for calls whose arguments are no JSON object."""
     found = tool.arguments
     schema = found.schema if isinstance(found.schema, dict) else {}
     if "properties" not in schema and any(name not in ("type", "$defs") for name in schema):
         problem = "is no object with properties, which this model's calls have to be"
         raise SchemaError((), problem)
     required = schema.get("required", ())
-    fields = []
-    for name, value in schema.get("properties", {}).items():
-        field = _glm_field(tool, name, value, marks)
-        fields.append(field if name in required else maybe(field))
-    return sequence(text(f"{tool.name}\n"), *fields)
+    properties = schema.get("properties", {})
+    fields = [(name, field(name, value)) for name, value in properties.items()]
+    return [form if name in required else maybe(form) for name, form in fields]
 
 
-def _glm_field(tool: ToolForm, name: str, value: Any, marks: MarkForms) -> Form:
-    if not name.strip() or "<" in name:
-        raise SchemaError(("properties", name), "has a name that this model's calls cannot have")
-    key = sequence(marks.of(KEY), text(name), marks.of(KEY_END), text("\n"), marks.of(VALUE))
-    value = dict(value) if isinstance(value, dict) else value
-    if value == {"type": "string"}:
-        content = marks.text_up_to(VALUE_END)
-    elif isinstance(value, dict) and _are_strings(value.get("enum")):
-        content = one_of([text(item) for item in value["enum"]])
-    else:
-        defs = tool.arguments.schema.get("$defs") if isinstance(tool.arguments.schema, dict) else {}
-        inner: Mapping[str, Any] = {**value, "$defs": defs} if defs else value
-        found = Canonical(schema=dict(inner), left_out=())
-        content = json_of_canonical(found, f"{tool.param}.properties.{name}")
-    return sequence(key, content, marks.of(VALUE_END), text("\n"))
+def _unfit(name: str) -> SchemaError:
+    return SchemaError(("properties", name), "has a name that this model's calls cannot have")
+
+
+def _plain_text(value: Any, end: str, marks: MarkForms) -> Form | None:
+    """A value that is written without JSON's quotes; None: it is written as JSON."""
+    if isinstance(value, dict) and dict(value) == {"type": "string"}:
+        return marks.text_up_to(end)
+    if isinstance(value, dict) and _are_strings(value.get("enum")):
+        return one_of([text(item) for item in value["enum"]])
+    return None
+
+
+def _json_value(tool: ToolForm, name: str, value: Any) -> Form:
+    defs = tool.arguments.schema.get("$defs") if isinstance(tool.arguments.schema, dict) else {}
+    inner: Mapping[str, Any] = {**value, "$defs": defs} if defs else value
+    found = Canonical(schema=dict(inner), left_out=())
+    return json_of_canonical(found, f"{tool.param}.properties.{name}")
 
 
 def _are_strings(values: object) -> bool:
@@ -164,8 +205,22 @@ DEEPSEEK_V3 = CallShape(
 DEEPSEEK_V31 = CallShape(
     begin=CALL_BEGIN, content=_deepseek_v31, end=CALL_END, region=(CALLS_BEGIN, CALLS_END)
 )
+DEEPSEEK_V32 = CallShape(
+    begin=INVOKE,
+    content=_dsml,
+    end=INVOKE_END,
+    separator="\n",
+    region=DSML_MARKS[:2],
+    within_region="\n",
+)
 GLM = CallShape(begin=OPENING, content=_glm, end=CLOSING, separator="\n")
 HERMES = CallShape(begin=HERMES_MARKS[0], content=_hermes, end=HERMES_MARKS[1], separator="\n")
+KIMI = CallShape(
+    begin=KIMI_MARKS.call_begin,
+    content=_kimi,
+    end=KIMI_MARKS.call_end,
+    region=(KIMI_MARKS.calls_begin, KIMI_MARKS.calls_end),
+)
 LLAMA = CallShape(
     begin='{"name": "NAME", "parameters": ',
     content=_llama,

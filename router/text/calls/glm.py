@@ -13,11 +13,8 @@ and a string where it is no JSON.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum, auto
-from typing import Any
-
-import orjson
 
 from router.text.calls.events import (
     NO_ARGUMENTS,
@@ -28,6 +25,7 @@ from router.text.calls.events import (
     Content,
     Offered,
 )
+from router.text.calls.values import is_text, json_string, json_value, types_of
 from router.text.marks import Item, Mark
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -77,7 +75,7 @@ class GlmCalls:
         if self._place is _Place.NAME:
             yield Content(self._raw)
         elif self._place is _Place.KEY:
-            yield Arguments(self._separator() + _string(self._part)[:-1])
+            yield Arguments(self._separator() + json_string(self._part)[:-1])
         elif self._place is _Place.VALUE and not self._streams_value:
             yield Arguments(self._part)
 
@@ -121,7 +119,7 @@ class GlmCalls:
         elif self._place is _Place.KEY or (self._place is _Place.VALUE and not self._streams_value):
             self._part += text
         elif self._place is _Place.VALUE:
-            yield Arguments(_string(text)[1:-1])
+            yield Arguments(json_string(text)[1:-1])
         elif not text.isspace():
             yield Content(text)
 
@@ -151,13 +149,13 @@ class GlmCalls:
         return ", " if self._num_fields else "{"
 
     def _begin_value(self) -> Iterator[CallEvent]:
-        types = _types(self._offered[self._name], self._key or "")
-        self._place, self._part, self._types = _Place.VALUE, "", types
-        self._streams_value = types == {"string"}
+        schema, key = self._offered[self._name], self._key or ""
+        self._place, self._part, self._types = _Place.VALUE, "", types_of(schema, key)
+        self._streams_value = is_text(schema, key)
         yield from self._write_key('"' if self._streams_value else "")
 
     def _write_key(self, value: str) -> Iterator[CallEvent]:
-        yield Arguments(f"{self._separator()}{_string(self._key or '')}: {value}")
+        yield Arguments(f"{self._separator()}{json_string(self._key or '')}: {value}")
         self._num_fields += 1
         self._key = None
 
@@ -168,7 +166,7 @@ class GlmCalls:
 
     def _end_value(self) -> Iterator[CallEvent]:
         self._place = _Place.BETWEEN
-        yield Arguments('"' if self._streams_value else _json_of(self._part, self._types))
+        yield Arguments('"' if self._streams_value else json_value(self._part, self._types))
 
     def _end_call(self) -> Iterator[CallEvent]:
         if self._place is _Place.VALUE:  # its end is missing
@@ -179,37 +177,3 @@ class GlmCalls:
         self._place = _Place.TEXT
         yield Arguments("}" if self._num_fields else NO_ARGUMENTS)
         yield CallEnd()
-
-
-def _string(text: str) -> str:
-    return orjson.dumps(text).decode()
-
-
-def _json_of(text: str, types: set[str]) -> str:
-    """``text`` as JSON, a string where it is none or where ``types`` know nothing else."""
-    if types == {"string", "null"} and text.strip() != "null":
-        return _string(text)
-    try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return _string(text)
-    return text.strip()
-
-
-def _types(schema: Mapping[str, Any], key: str) -> set[str]:
-    """The types that the property ``key`` may have, as far as ``schema`` says."""
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return _types_of(found)
-
-
-def _types_of(schema: object) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    kinds = schema.get("type")
-    types = {kinds} if isinstance(kinds, str) else set(kinds if isinstance(kinds, list) else ())
-    for union in ("anyOf", "oneOf"):
-        branches = schema.get(union)
-        if isinstance(branches, list):
-            types = types.union(*map(_types_of, branches))
-    return {kind for kind in types if isinstance(kind, str)}

@@ -8,6 +8,7 @@ a grammar of is told by the field that says it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,11 @@ def maybe(form: Form) -> Form:
 
 def tag(begin: Form, content: Form, end: Form) -> Form:
     """One of ``tags``: its begin and end are a text or a mark."""
-    parts = {"begin": _plain(begin), "content": content.format, "end": _plain(end)}
+    opening, *inside = _elements(begin)
+    *behind, closing = _elements(end)
+    if inside or behind:  # the library's begins and ends are one text or one token
+        content = sequence(*inside, content, *behind)
+    parts = {"begin": _plain(opening), "content": content.format, "end": _plain(closing)}
     return Form(format={"type": "tag", **parts}, schemas=content.schemas)
 
 
@@ -109,8 +114,11 @@ def triggered(
     marks: MarkForms, begin: str, content: Form, end: str, *, without: Sequence[str] = ()
 ) -> Form:
     """Any text but the marks ``without``; behind each ``begin`` come ``content`` and ``end``."""
-    each = [tag(marks.of(begin), content, marks.of(end)).format]
     token = marks.token_of(begin)
+    opening = marks.of(begin)
+    if token is None and (token := marks.token_within(begin)) is not None:
+        opening = sequence(*_elements(opening)[1:])  # what stands before it may be any text
+    each = [tag(opening, content, marks.of(end)).format]
     if token is None:
         return Form(
             format={
@@ -133,6 +141,13 @@ def triggered(
     )
 
 
+def _elements(form: Form) -> list[Form]:
+    """The parts of a sequence without schemas, or what is none."""
+    if form.format["type"] != "sequence":
+        return [form]
+    return [Form(format=element) for element in form.format["elements"]]
+
+
 def _plain(form: Form) -> object:
     """A text as such, as tags have it."""
     return form.format["value"] if form.format["type"] == "const_string" else form.format
@@ -142,6 +157,10 @@ def _joined(kind: str, forms: Iterable[Form]) -> Form:
     forms = list(forms)
     schemas = tuple(schema for form in forms for schema in form.schemas)
     return Form(format={"type": kind, "elements": [form.format for form in forms]}, schemas=schemas)
+
+
+def _token(token: int) -> Form:
+    return Form(format={"type": "token", "token": token})
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +174,30 @@ class MarkForms:
         ids = [token_id for token_id, text in self.table.by_id.items() if text == mark]
         return ids[0] if ids else None
 
+    def token_within(self, mark: str) -> int | None:
+        """The control token that ``mark`` holds; None: it holds none."""
+        return next((n for n, inner in self.table.inner_by_id.items() if inner in mark), None)
+
     def of(self, mark: str) -> Form:
         """``mark``."""
         token = self.token_of(mark)
-        return text(mark) if token is None else Form(format={"type": "token", "token": token})
+        if token is not None:
+            return _token(token)
+        within = self.token_within(mark)
+        if within is None:
+            return text(mark)
+        before, _, behind = mark.partition(self.table.inner_by_id[within])
+        parts = [text(before) if before else None, _token(within), text(behind) if behind else None]
+        return sequence(*filter(None, parts))
 
     def text_up_to(self, mark: str) -> Form:
         """Text alone: no control token, and no spelling of ``mark`` where that is one."""
         if self.token_of(mark) is not None:
             return matching(r"[\s\S]*")
+        within = self.token_within(mark)
+        if within is not None:
+            first, second = map(re.escape, self.table.inner_by_id[within][:2])
+            return matching(f"([^{first}]|{first}+[^{first}{second}])*{first}*")
         return Form(format={"type": "any_text", "excludes": [mark]})
 
     def all_but(self, mark: str, *, max_tokens: int = 0) -> Form:

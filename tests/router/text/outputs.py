@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.text.calls.events import Content
+from router.text.calls.events import Content, Offered
 from router.text.calls.formats import CALL_FORMATS
 from router.text.marks import MarkTable
 from router.text.message import CallDelta, MessageReader, Part
 from router.text.reasoning import REASONING_FORMATS, Reasoning, ReasoningParser, Start
 
-OFFERED = {
+OFFERED: Offered = {
     "get_weather": {
         "type": "object",
         "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
@@ -31,6 +31,7 @@ class Message:
     content: str = ""
     calls: list[list[str]] = field(default_factory=list)
     """Names and arguments."""
+    call_ids: list[str | None] = field(default_factory=list, compare=False)
 
 
 def added_up(parts: Iterable[Part]) -> Message:
@@ -41,19 +42,25 @@ def added_up(parts: Iterable[Part]) -> Message:
                 message.reasoning += text
             case Content(text):
                 message.content += text
-            case CallDelta(number, name, arguments):
+            case CallDelta(number, name, arguments, call_id):
                 if name is not None:
                     assert number == len(message.calls)
                     message.calls.append([name, ""])
+                    message.call_ids.append(call_id)
                 message.calls[number][1] += arguments
     return message
 
 
 def reader_of(
-    marks: MarkTable, calls: str | None, start: Start | None = None, **options: Any
+    marks: MarkTable,
+    calls: str | None,
+    start: Start | None = None,
+    *,
+    offered: Offered = OFFERED,
+    **options: Any,
 ) -> MessageReader:
     """``calls``: the name of their format; ``start``: of the output, None: no reasoning."""
-    parser = None if calls is None else CALL_FORMATS[calls].new_parser(OFFERED)
+    parser = None if calls is None else CALL_FORMATS[calls].new_parser(offered)
     reasoning = None if start is None else ReasoningParser(THINK, start)
     return MessageReader(marks, reasoning, parser, **options)
 

@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from router.text.calls.dsml import DSML
 from router.text.calls.formats import CALL_FORMATS
 from router.text.calls.forms import ToolForm
 from router.text.grammar.forms import (
@@ -70,11 +71,13 @@ def by_id(name: str) -> MarkTable:
     )
 
 
-def read_output(name: str, table: MarkTable, output: list[int], start: Start | None) -> Message:
+def read_output(
+    name: str, table: MarkTable, output: list[int], start: Start | None, **options: Any
+) -> Message:
     """What a client has of ``output``, of bytes and marks."""
+    reader = reader_of(table, name, start, **options)
     if not table.by_id:
-        return read(reader_of(table, name, start), [bytes(output).decode(errors="replace")])
-    reader = reader_of(table, name, start)
+        return read(reader, [bytes(output).decode(errors="replace")])
     parts, run = [], bytearray()
     for token in [*output, None]:
         if token is None or token in table.by_id:
@@ -152,6 +155,68 @@ def test_within_text_only_calls_are_bound(name: str, tables: Any) -> None:
     assert writer.takes(["text ", *whole])
 
 
+@pytest.mark.parametrize("tables", [by_id, spelled], ids=["tokens", "spelled"])
+@pytest.mark.parametrize("name", ["glm-4.5", "deepseek-v3.2"])
+@pytest.mark.parametrize(
+    "bound", [{"pattern": "^[a-z]{2,5}$"}, {"maxLength": 3}, {"const": "K"}, {"enum": ["K", "L"]}]
+)
+def test_a_string_that_is_bound_is_one_string(
+    name: str, bound: dict[str, Any], tables: Any
+) -> None:
+    """Though it is written as JSON, since its grammar is one of JSON."""
+    value = {"type": "string", **bound}
+    schema = {"type": "object", "properties": {"city": value}, "required": ["city"]}
+    tool = ToolForm(name="f", param="x", arguments=canonical(schema, closed=True))
+    table = tables(name)
+    writer = Writer(CALL_FORMATS[name].shape.calls([tool], MarkForms(table), only_one=True))
+    for seed in range(5):
+        output = writer.write(random.Random(seed))
+        assert output is not None
+        ((_, arguments),) = read_output(name, table, output, None, offered={"f": schema}).calls
+        jsonschema.validate(json.loads(arguments), schema)
+
+
+def test_a_control_token_within_a_mark_is_that_token() -> None:
+    """DSML's tags are spelled around one: forced calls hold it, not its letters."""
+    name, dsml = "deepseek-v3.2", FIRST_MARK
+    table = MarkTable(by_id={}, spelled=all_marks(name), inner_by_id={dsml: DSML})
+    marks, shape = MarkForms(table), CALL_FORMATS[name].shape
+
+    def tagged(text: str) -> list[int | str]:
+        """With the token for every spelling of it."""
+        parts: list[int | str] = []
+        for piece in text.split(DSML):
+            parts += [dsml, piece] if parts else [piece]
+        return parts
+
+    call = f'<{DSML}invoke name="get_weather">\n'
+    call += f'<{DSML}parameter name="city" string="true">K\u00f6ln</{DSML}parameter>\n'
+    call += f'<{DSML}parameter name="days" string="false">3</{DSML}parameter>\n'
+    call += f'<{DSML}parameter name="unit" string="true">C</{DSML}parameter>\n</{DSML}invoke>'
+    text = f"<{DSML}function_calls>\n{call}\n</{DSML}function_calls>"
+    forced = Writer(shape.calls(TOOLS, marks, only_one=True))
+    assert forced.takes(tagged(text))
+    assert not forced.takes(text)
+    assert not forced.takes(tagged(text.replace("3<", "0<")))
+    several = Writer(shape.calls(TOOLS, marks, only_one=False))
+    assert several.takes(tagged(text.replace(call, f"{call}\n{call}")))
+    form = shape.within_text(TOOLS, marks)
+    assert form is not None
+    assert Writer(form).takes(["I look.\n\n", *tagged(text)])
+    assert not Writer(form).takes(["I look.\n\n", *tagged(text.replace(">C<", ">K<"))])
+    assert not Writer(form).takes(tagged(f"<{DSML}function_calls>\nmore text"))
+
+
+def test_kimis_calls_are_counted() -> None:
+    marks = by_id("kimi-k2")
+    ids = {mark: token for token, mark in marks.by_id.items()}
+    begin, call, arguments, end_call, end = (ids[mark] for mark in CALL_FORMATS["kimi-k2"].marks)
+    writer = Writer(CALL_FORMATS["kimi-k2"].shape.calls(TOOLS, MarkForms(marks), only_one=False))
+    for number, takes in (("0", True), ("17", True), ("", False), ("x", False)):
+        one = [call, f"functions.now:{number}", arguments, "{}", end_call]
+        assert writer.takes([begin, *one, *one, end]) is takes
+
+
 def test_without_marks_text_cannot_be_told_from_calls() -> None:
     shape = CALL_FORMATS["llama3-json"].shape
     assert shape.within_text(TOOLS, MarkForms(by_id("llama3-json"))) is None
@@ -169,10 +234,16 @@ def test_a_document_or_a_call() -> None:
     assert not writer.takes('{"name": "now"}')
 
 
-def test_arguments_that_keys_and_values_cannot_say_are_refused() -> None:
-    tool = ToolForm(name="f", param="x", arguments=canonical({"anyOf": [{"type": "object"}, {}]}))
-    with pytest.raises(SchemaError, match="object with properties"):
-        CALL_FORMATS["glm-4.5"].shape.calls([tool], MarkForms(by_id("glm-4.5")), only_one=True)
+@pytest.mark.parametrize("name", ["glm-4.5", "deepseek-v3.2"])
+def test_arguments_that_keys_and_values_cannot_say_are_refused(name: str) -> None:
+    key = {"glm-4.5": "a<b", "deepseek-v3.2": 'a"b'}[name]
+    for schema, problem in (
+        ({"anyOf": [{"type": "object"}, {}]}, "object with properties"),
+        ({"type": "object", "properties": {key: {"type": "string"}}}, "a name that"),
+    ):
+        tool = ToolForm(name="f", param="x", arguments=canonical(schema))
+        with pytest.raises(SchemaError, match=problem):
+            CALL_FORMATS[name].shape.calls([tool], MarkForms(by_id(name)), only_one=True)
 
 
 OPEN, CLOSE = FIRST_MARK, FIRST_MARK + 1

@@ -15,7 +15,17 @@ from router.text.calls.deepseek import (
     CALLS_END,
     SEPARATOR,
 )
+from router.text.calls.dsml import (
+    DSML,
+    DSML_MARKS,
+    INVOKE,
+    INVOKE_END,
+    MAX_HEAD,
+    PARAMETER,
+    PARAMETER_END,
+)
 from router.text.calls.formats import CALL_FORMATS
+from router.text.calls.kimi import KIMI_MARKS, kimi_call
 from router.text.marks import MarkTable
 from tests.router.text.outputs import (
     Message,
@@ -29,11 +39,21 @@ from tests.router.text.outputs import (
 
 FORMATS = sorted(CALL_FORMATS)
 WEATHER = {"city": "K\u00f6ln \U0001f642", "days": 3}
+DSML_CALLS, DSML_CALLS_END = DSML_MARKS[:2]
+REGIONS = {
+    "deepseek-v3": ([CALLS_BEGIN], [CALLS_END]),
+    "deepseek-v3.1": ([CALLS_BEGIN], [CALLS_END]),
+    "deepseek-v3.2": ([DSML_CALLS, "\n"], ["\n", DSML_CALLS_END]),
+    "kimi-k2": ([KIMI_MARKS.calls_begin], [KIMI_MARKS.calls_end]),
+}
+"""What stands around all calls."""
+KIMI_CALL, KIMI_ARGUMENTS = KIMI_MARKS.call_begin, KIMI_MARKS.separator
 
 
 def written(name: str, calls: list[tuple[str, dict[str, object]]]) -> list[str]:
     """``calls`` as a model of the format ``name`` writes them, as marks and texts."""
-    tokens = [CALLS_BEGIN] if name.startswith("deepseek") else []
+    begin, end = REGIONS.get(name, ([], []))
+    tokens = list(begin)
     for number, (tool, arguments) in enumerate(calls):
         text = json.dumps(arguments, ensure_ascii=False)
         match name:
@@ -43,6 +63,19 @@ def written(name: str, calls: list[tuple[str, dict[str, object]]]) -> list[str]:
                 tokens += [f"{tool}\n```json\n{text}\n```", CALL_END]
             case "deepseek-v3.1":
                 tokens += [CALL_BEGIN, tool, SEPARATOR, text, CALL_END]
+            case "deepseek-v3.2":
+                tokens += ["\n"] * (number > 0) + [INVOKE, f' name="{tool}">\n']
+                for key, value in arguments.items():
+                    is_text = isinstance(value, str)
+                    shown = value if is_text else json.dumps(value, ensure_ascii=False)
+                    kind = json.dumps(is_text)
+                    tokens += [PARAMETER, f' name="{key}" string="{kind}">', str(shown)]
+                    tokens += [PARAMETER_END, "\n"]
+                tokens.append(INVOKE_END)
+            case "kimi-k2":
+                marks = KIMI_MARKS
+                tokens += [marks.call_begin, f"functions.{tool}:{number}", marks.separator]
+                tokens += [text, marks.call_end]
             case "hermes":
                 body = f'\n{{"name": "{tool}", "arguments": {text}}}\n'
                 tokens += ["\n"] * (number > 0) + ["<tool_call>", body, "</tool_call>"]
@@ -56,7 +89,7 @@ def written(name: str, calls: list[tuple[str, dict[str, object]]]) -> list[str]:
                     tokens += ["<arg_key>", key, "</arg_key>", "\n"]
                     tokens += ["<arg_value>", str(shown), "</arg_value>", "\n"]
                 tokens.append("</tool_call>")
-    return tokens + ([CALLS_END] if name.startswith("deepseek") else [])
+    return [*tokens, *end]
 
 
 def loaded(message: Message) -> list[tuple[str, object]]:
@@ -116,6 +149,13 @@ def test_nothing_that_a_model_writes_is_lost(
     pieces = [*all_marks(name), "function", "get_weather", "now", "nobody", "\n", " ", "```json\n"]
     pieces += ['{"name": ', '"now"', ', "arguments": ', ', "parameters": ', "{", "}", '"x": 1', "'"]
     pieces += ['{"name": "now", "arguments": {', "; ", "a<b", '"\\', "\u00f6", "city"]
+    pieces += [
+        ' name="',
+        ' name="now">',
+        '" string="true">',
+        '" string="false">',
+        "functions.now:0",
+    ]
     text = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=12)))
     whole = read(reader_of(spelled(name), name), [text])
     assert read(reader_of(spelled(name), name), cut(text, points)) == whole
@@ -141,7 +181,7 @@ def test_a_call_that_is_cut_keeps_what_was_said(name: str) -> None:
         if message.calls:
             ((tool, arguments),) = message.calls
             assert tool == "get_weather"
-            if name == "glm-4.5":  # where half a value may be written otherwise
+            if name in ("glm-4.5", "deepseek-v3.2"):  # where half a value is written otherwise
                 arguments = arguments.rstrip(' "')
             assert whole.startswith(arguments)
             assert message.content == ""
@@ -202,6 +242,15 @@ def test_text_stands_around_calls(name: str) -> None:
         ("deepseek-v3", f"{CALL_BEGIN}function{SEPARATOR}get_weather\n{CALL_END}", 0),
         ("deepseek-v3", f"{CALL_BEGIN}function{SEPARATOR}get_weather{CALL_END}", 0),
         ("deepseek-v3.1", f'{CALL_BEGIN}get_weather{SEPARATOR}{{"city": "x"}}', 1),
+        ("deepseek-v3.2", f'{INVOKE} name="get_weather">\n{INVOKE_END}', 0),
+        (
+            "deepseek-v3.2",
+            f'{DSML_CALLS}\n{INVOKE} name="get_weather">\n{PARAMETER} name="city">x{PARAMETER_END}'
+            f"{DSML_CALLS_END}",
+            1,
+        ),
+        ("kimi-k2", f'{KIMI_CALL}get_weather:3{KIMI_ARGUMENTS}{{"city": "x"}}', 1),
+        ("kimi-k2", f"{KIMI_CALL} get_weather {KIMI_ARGUMENTS}{KIMI_MARKS.call_end}", 0),
         ("glm-4.5", "<tool_call>get_weather</tool_call>", 0),
     ],
 )
@@ -232,6 +281,76 @@ def test_glm_values_are_what_the_schema_says() -> None:
     text += "<arg_key>days</arg_key><arg_value> 3 </arg_value><arg_key>x</arg_key></tool_call>"
     message = read(reader_of(spelled("glm-4.5"), "glm-4.5"), text)
     assert loaded(message) == [("get_weather", {"city": "12", "days": 3, "x": None})]
+
+
+def test_ids_that_kimi_writes_are_its_own() -> None:
+    text = "".join(written("kimi-k2", [("now", {}), ("get_weather", {"city": "x"})]))
+    for pieces in ([text], text):
+        message = read(reader_of(spelled("kimi-k2"), "kimi-k2"), pieces)
+        assert message.call_ids == ["functions.now:0", "functions.get_weather:1"]
+    other = "".join(written("hermes", [("now", {})]))
+    assert read(reader_of(spelled("hermes"), "hermes"), other).call_ids == [None]
+
+
+@pytest.mark.parametrize(
+    ("head", "offered", "name"),
+    [
+        ("functions.now:0", ["now"], "now"),
+        ("functions.a.b-c:12", ["a.b-c", "b-c"], "a.b-c"),
+        ("functions.functions.x:0", ["functions.x"], "functions.x"),
+        ("functions.x:0", ["functions.x"], "functions.x"),
+        ("now", ["now", "then"], "now"),
+        ("3", ["now"], "now"),
+        ("3", ["now", "then"], None),
+        ("", ["now"], None),
+        ("functions.nobody:0", ["now"], None),
+    ],
+)
+def test_names_in_kimis_ids(head: str, offered: list[str], name: str | None) -> None:
+    call = kimi_call(f" {head} ", {tool: {} for tool in offered})
+    assert (call and call.name) == name
+    assert call is None or call.call_id == head
+
+
+@given(st.sampled_from([DSML_CALLS, DSML_CALLS_END, INVOKE, INVOKE_END, PARAMETER, DSML]), POINTS)
+def test_a_text_may_spell_all_marks_but_its_own_end(mark: str, points: list[int]) -> None:
+    arguments = {"city": f"a{mark}b", "other": [f'{{"{mark}": 1}}']}
+    text = "".join(written("deepseek-v3.2", [("get_weather", arguments), ("now", {})]))
+    for pieces in ([text], cut(text, points)):
+        message = read(reader_of(spelled("deepseek-v3.2"), "deepseek-v3.2"), pieces)
+        assert loaded(message) == [("get_weather", arguments), ("now", {})]
+        assert message.content == ""
+
+
+def test_dsml_tags_have_an_end() -> None:
+    """However they are cut, what is too long is no tag: its end is not looked for without end."""
+    long = f'{INVOKE} name="now"{" " * MAX_HEAD}>\n{INVOKE_END}'
+    for pieces in ([long], long):
+        reader = reader_of(spelled("deepseek-v3.2"), "deepseek-v3.2")
+        assert read(reader, pieces) == Message(content=long)
+    text = f'{INVOKE} name="now">\n{PARAMETER} name="{"k" * MAX_HEAD}" string="true">{INVOKE_END}'
+    results = [
+        read(reader_of(spelled("deepseek-v3.2"), "deepseek-v3.2"), pieces)
+        for pieces in ([text], text)
+    ]
+    assert results[0] == results[1]
+    ((name, arguments),) = loaded(results[0])
+    assert name == "now"
+    assert "k" * MAX_HEAD in str(arguments)
+
+
+def test_dsml_values_are_what_they_say_they_are() -> None:
+    def parameter(key: str, kind: str, value: str) -> str:
+        return f'{PARAMETER} name="{key}"{kind}>{value}{PARAMETER_END}\n'
+
+    text = f'{DSML_CALLS}\n{INVOKE} name="get_weather">\n'
+    text += parameter("city", "", "12")  # a string, says the schema
+    text += parameter("days", "", " 3 ") + parameter("a", ' string="true"', "3")
+    text += parameter("b", ' string="false"', '{"x": [null]}') + parameter("c", "", "no JSON")
+    text += f'{PARAMETER} name="d"\n{INVOKE_END}\n{DSML_CALLS_END}'
+    message = read(reader_of(spelled("deepseek-v3.2"), "deepseek-v3.2"), text)
+    values = {"city": "12", "days": 3, "a": "3", "b": {"x": [None]}, "c": "no JSON", "d": None}
+    assert loaded(message) == [("get_weather", values)]
 
 
 @pytest.mark.parametrize("name", FORMATS)

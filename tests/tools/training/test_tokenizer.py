@@ -13,9 +13,12 @@ from tools.training.architecture import BOS_ID, EOS_ID, PAD_ID, model_config
 from tools.training.conversation import Exchange
 from tools.training.dataset import CHECKPOINT
 from tools.training.tokenizer import (
+    ASSISTANT,
     BOS,
+    CHAT_TEMPLATE,
     EOS,
     SPECIAL_TOKENS,
+    USER,
     render,
     save_tokenizer,
     train_tokenizer,
@@ -87,3 +90,30 @@ def test_training_is_deterministic(tmp_path: Path) -> None:
     save_tokenizer(tokenizers[0], tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+
+
+def test_the_chat_template_writes_tools_calls_and_results() -> None:
+    environment = jinja2.Environment(autoescape=False)
+    environment.policies["json.dumps_kwargs"] = {}  # else keys are sorted
+    template = environment.from_string(CHAT_TEMPLATE)
+    tools = [{"type": "function", "function": {"name": "now", "description": "The time."}}]
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call, call]},
+        {"role": "tool", "content": "4", "tool_call_id": "1"},
+        {"role": "tool", "content": "5", "tool_call_id": "1"},
+    ]
+    written = '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'
+    result = "<tool_response>\n4\n</tool_response>"
+    end = f"{USER}When?{ASSISTANT}I look.\n{written}\n{written}{EOS}"
+    end += f"{USER}{result}\n{result.replace('4', '5')}{ASSISTANT}"
+    tokens = {"bos_token": BOS, "eos_token": EOS, "add_generation_prompt": True}
+    assert template.render(messages=messages, **tokens) == f"{BOS}Be brief.{end}"
+    offered = template.render(messages=messages, tools=tools, **tokens)
+    assert offered.startswith(f"{BOS}Be brief.\n\n# Tools\n")
+    assert offered.endswith(f'\nFunctions:\n{{"name": "now", "description": "The time."}}\n{end}')
+    assert template.render(messages=messages[1:2], tools=tools, **tokens).startswith(
+        f"{BOS}# Tools\n"
+    )
