@@ -109,9 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _sizes_of(section: PrefillSection | DecodeSection) -> str:
     """What a step of a rank takes, and its pool."""
     sizes = section.sizes
-    tokens = sizes.max_num_batched_tokens and f" of {sizes.max_num_batched_tokens} tokens"
+    tokens = sizes.max_num_batched_tokens
     blocks = f"{sizes.num_blocks} KV blocks" if sizes.num_blocks else "as many KV blocks as fit"
-    return f"{sizes.max_num_seqs} requests{tokens or ''}, {blocks}"
+    return f"{sizes.max_num_seqs} requests{f' and {tokens} tokens' if tokens else ''}, {blocks}"
 
 
 def _drafts_of(chosen: ClusterConfig, config: ClusterConfig, model: CommonConfig) -> str:

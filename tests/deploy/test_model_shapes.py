@@ -128,7 +128,7 @@ def test_the_sizes_are_shown_as_they_come_to(capsys: pytest.CaptureFixture[str])
     command += " --set model.max_model_len=1000 --set prefill.device=cuda"
     assert main(["validate", "--model-shape", "deepseek-r1", *command.split()]) == 0
     out = capsys.readouterr().out
-    assert "prefill step 64 requests of 16384 tokens, as many KV blocks as fit\n" in out
+    assert "prefill step 64 requests and 16384 tokens, as many KV blocks as fit\n" in out
     assert "decode step  7 requests, 384 KV blocks\n" in out
     assert "model        deepseek-r1 (as deepseek-r1 is published)\n" in out
 
