@@ -144,16 +144,14 @@ def load_served_model(
             f"the checkpoint's context is {context}",
             f"at most {context}, or 0 for all of it",
         )
-    own = load_chat_template(folder)
     templates = choose_templates(
         section.chat_template,
-        Templates(chat=own, tools=load_chat_template(folder, "tool_use") or own),
+        _own_templates(folder),
         folder=folder,
         model_type=config.get("model_type"),
         tokenizer=tokenizer,
     )
-    found = (templates.chat, templates.tools)
-    source = "".join(template.source for template in found if template is not None)
+    reasoning = reasoning_format(reasoning_parser, templates.source)
     history = None if templates.tools is None else call_history(templates.tools)
     calls = CALL_FORMATS.get(tool_parser)
     if tool_parser == "auto" and history is not None:
@@ -173,10 +171,16 @@ def load_served_model(
             eos_token_ids=_eos_token_ids(folder, config, tokenizer),
         ),
         created=int(config_path.stat().st_mtime),
-        formats=_message_formats(tokenizer, reasoning_format(reasoning_parser, source), calls),
+        formats=_message_formats(tokenizer, reasoning, calls),
         call_history=history,
         warm_grammars=section.warm_grammars,
     )
+
+
+def _own_templates(folder: Path) -> Templates:
+    """Those of the checkpoint."""
+    usual = load_chat_template(folder)
+    return Templates(chat=usual, tools=load_chat_template(folder, "tool_use") or usual)
 
 
 def _message_formats(

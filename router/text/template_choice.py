@@ -33,6 +33,11 @@ class Templates:
     remark: str = ""
     """What "auto" made of a checkpoint whose own template reads no tools, as a sentence."""
 
+    @property
+    def source(self) -> str:
+        """All that they say."""
+        return "".join(found.source for found in (self.chat, self.tools) if found is not None)
+
 
 def choose_templates(
     choice: str, own: Templates, *, folder: Path, model_type: object, tokenizer: Tokenizer
