@@ -128,12 +128,16 @@ def _glm(tool: ToolForm, marks: MarkForms) -> Form:
     required = schema.get("required", ())
     fields = []
     for name, value in schema.get("properties", {}).items():
+        if value is False and name not in required:
+            continue
         field = _glm_field(tool, name, value, marks)
         fields.append(field if name in required else maybe(field))
     return sequence(text(f"{tool.name}\n"), *fields)
 
 
 def _glm_field(tool: ToolForm, name: str, value: Any, marks: MarkForms) -> Form:
+    if value is False:
+        raise SchemaError(("properties", name), "is required, and has no value")
     if not name.strip() or "<" in name:
         raise SchemaError(("properties", name), "has a name that this model's calls cannot have")
     key = sequence(marks.of(KEY), text(name), marks.of(KEY_END), text("\n"), marks.of(VALUE))
