@@ -166,9 +166,15 @@ def _fields(tool: ToolForm, field: Callable[[str, Any], Form]) -> list[Form]:
         problem = "is no object with properties, which this model's calls have to be"
         raise SchemaError((), problem)
     required = schema.get("required", ())
-    properties = schema.get("properties", {})
-    fields = [(name, field(name, value)) for name, value in properties.items()]
-    return [form if name in required else maybe(form) for name, form in fields]
+    fields = []
+    for name, value in schema.get("properties", {}).items():
+        if value is False:
+            if name in required:
+                raise SchemaError(("properties", name), "is required, and has no value")
+            continue
+        form = field(name, value)
+        fields.append(form if name in required else maybe(form))
+    return fields
 
 
 def _unfit(name: str) -> SchemaError:

@@ -1,5 +1,6 @@
 """Grammars that an output has to follow: of JSON schemas, calls of tools, patterns and choices.
 
-``schema`` and ``pattern`` bring what clients send into the form that the library handles well,
-``formats`` puts formats together, ``compilers`` has the process in which they become grammars.
+``schema`` reads what clients send, ``documents`` makes rules of it (``strings``, ``numbers``,
+``pattern``), ``forms`` puts the parts of an output together, and ``compilers`` has the process in
+which all of that becomes a grammar.
 """

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 from router.text.grammar.ebnf import Rules, literal
@@ -52,7 +53,9 @@ def document_rules(schema: Schema, *, is_compact: bool) -> str | None:
     ``is_compact``: without white space between their parts.
     """
     documents = _Documents(schema, is_compact=is_compact)
-    return documents.rules.text(documents.value(schema, is_inner=False))
+    root = documents.value(schema, is_inner=False)
+    documents.follow_references()
+    return documents.rules.text(root)
 
 
 class _Documents:
@@ -61,6 +64,7 @@ class _Documents:
     def __init__(self, whole: Schema, *, is_compact: bool) -> None:
         self.rules = rules = Rules()
         self._defs = whole.get("$defs", {}) if isinstance(whole, Mapping) else {}
+        self._waiting: list[tuple[str, Callable[[Schema], str], Schema]] = []
         self._space = "" if is_compact else self._white_space()
         follow = ("[,}\\]:]",) if is_compact else (f"{_SPACE}*", "[,}\\]:]")
         self._strings, self._numbers = Strings(rules, follow), Numbers(rules)
@@ -94,6 +98,12 @@ class _Documents:
         kinds = kinds_of(schema)
         return self.rules.any_of([(self._makers[kind](schema, is_inner),) for kind in kinds])
 
+    def follow_references(self) -> None:
+        """Make the rules of what references point at."""
+        while self._waiting:
+            name, make, schema = self._waiting.pop()
+            self.rules.define(name, [(make(schema),)])
+
     def _white_space(self) -> str:
         """Behind it something of a document comes: most words that begin with a space do not."""
         for number in range(MAX_WHITESPACE + 1):
@@ -113,12 +123,16 @@ class _Documents:
         return name
 
     def _reference(self, ref: str, *, is_inner: bool) -> str:
+        how = "inner" if is_inner else "outer"
+        return self._later(ref, how, partial(self.value, is_inner=is_inner))
+
+    def _later(self, ref: str, how: str, make: Callable[[Schema], str]) -> str:
+        """The rule of what ``ref`` points at, which ``follow_references`` makes."""
         target = ref.removeprefix("#/$defs/")
-        name = f"{target}_{'inner' if is_inner else 'outer'}"
+        name = f"{target}_{how}"
         if name not in self.rules:
             self.rules.define(name, [])
-            found = self.value(self._defs[target], is_inner=is_inner)
-            self.rules.define(name, [(found,)])
+            self._waiting.append((name, make, self._defs[target]))
         return name
 
     def _string(self, schema: Mapping[str, Any], is_inner: bool) -> str:
@@ -218,7 +232,7 @@ class _Documents:
         if isinstance(names, bool):
             return self.value({"type": "string"}) if names else self.rules.never()
         if "$ref" in names:
-            return self._key(self._defs[names["$ref"].removeprefix("#/$defs/")])
+            return self._later(names["$ref"], "key", self._key)
         if "enum" in names:
             return self.value({"enum": [each for each in names["enum"] if isinstance(each, str)]})
         if "anyOf" in names:

@@ -282,7 +282,6 @@ class _Walk:
         others = self.schema(further, (*path, "additionalProperties"))
         fields = {n: self.schema(s, (*path, "properties", n)) for n, s in properties.items()}
         fields |= dict.fromkeys(missing, others)
-        fields = {n: s for n, s in fields.items() if s is not False or n in required}
         result |= {"properties": fields} if fields else {}
         result |= {"required": list(dict.fromkeys(required))} if required else {}
         result |= {"patternProperties": patterns} if patterns else {}

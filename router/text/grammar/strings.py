@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from router.text.grammar.ebnf import Ranges, Rules, Symbols, literal, one_char, one_of
 from router.text.grammar.pattern import Pattern
@@ -53,24 +53,36 @@ class Strings:
 
     def other_than(self, names: Iterable[str]) -> str:
         """A string that is none of ``names``, as part of another value."""
+        children: list[dict[str, int]] = [{}]
+        ends = set()
+        for name in names:
+            node = 0
+            for char in name:
+                if char not in children[node]:
+                    children[node][char] = len(children)
+                    children.append({})
+                node = children[node][char]
+            ends.add(node)
         rest = self._runs.run(self._char, self._inner, 0, None)
-        return self._rules.any_of([(QUOTE, self._avoiding(frozenset(names), rest))])
+        symbols = [rest] * len(children)
+        for node in reversed(range(len(children))):  # a child comes behind its parent
+            further = {char: symbols[child] for char, child in children[node].items()}
+            if further or node in ends:
+                symbols[node] = self._avoiding(further, rest, is_end=node in ends)
+        return self._rules.any_of([(QUOTE, symbols[0])])
 
-    def _avoiding(self, names: frozenset[str], rest: str) -> str:
-        """What is left of a string that is none of what is left of ``names``."""
-        if not names:
-            return rest
-        children: dict[str, set[str]] = {}
-        for name in names - {""}:
-            children.setdefault(name[0], set()).add(name[1:])
-        known: Ranges = [(ord(char), ord(char)) for char in children]
-        alternatives: list[Symbols] = [] if "" in names else [(QUOTE,)]
+    def _avoiding(self, further: Mapping[str, str], rest: str, *, is_end: bool) -> str:
+        """What is left of a string, which does not end here where ``is_end``.
+
+        ``further`` has what is left behind some characters, ``rest`` that behind others.
+        """
+        known: Ranges = [(ord(char), ord(char)) for char in further]
+        alternatives: list[Symbols] = [] if is_end else [(QUOTE,)]
         alternatives.append((one_char(UNSAFE + known, is_negated=True), rest))
         # ``\uXXXX`` might spell one of the names: here a character is written in one way.
-        letters = "".join(letter for char, letter in SHORT.items() if char not in children)
+        letters = "".join(letter for char, letter in SHORT.items() if char not in further)
         if letters:
             alternatives.append((BACKSLASH, one_of(letters), rest))
-        for char in sorted(children):
-            further = self._avoiding(frozenset(children[char]), rest)
-            alternatives.append((literal(escaped(ord(char))), further))
+        for char, symbol in further.items():
+            alternatives.append((literal(escaped(ord(char))), symbol))
         return self._rules.any_of(alternatives)

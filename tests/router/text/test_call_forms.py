@@ -246,6 +246,18 @@ def test_arguments_that_keys_and_values_cannot_say_are_refused(name: str) -> Non
             CALL_FORMATS[name].shape.calls([tool], MarkForms(by_id(name)), only_one=True)
 
 
+def test_a_key_that_may_not_be_there_is_not_written() -> None:
+    schema = {"type": "object", "properties": {"a": False, "b": {"type": "null"}}}
+    shape, marks = CALL_FORMATS["glm-4.5"].shape, MarkForms(by_id("glm-4.5"))
+    tool = ToolForm(name="f", param="x", arguments=canonical(schema))
+    output = Writer(shape.calls([tool], marks, only_one=True)).write(random.Random(1))
+    assert output is not None
+    assert b"a" not in bytes(token for token in output if token < FIRST_MARK)
+    tool = ToolForm(name="f", param="x", arguments=canonical({**schema, "required": ["a"]}))
+    with pytest.raises(SchemaError, match="no value"):
+        shape.calls([tool], marks, only_one=True)
+
+
 OPEN, CLOSE = FIRST_MARK, FIRST_MARK + 1
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from router.text.grammar.documents import document_rules
 from router.text.grammar.forms import json_of
 from tests.router.text.grammar.writer import EOS, PIECES, Writer
 
@@ -59,6 +60,14 @@ def test_a_number_of_items_properties_and_digits_is_kept(count: int, which: str)
         for schema, document in zip((items, names, digits), documents, strict=True):
             is_valid = jsonschema.Draft202012Validator(schema).is_valid(document)
             assert writer_of(schema).takes(texts_of(document)[0]) is is_valid, (schema, number)
+
+
+def test_a_bound_of_any_size_takes_some_dozens_of_rules() -> None:
+    sizes = [
+        len(str(document_rules({"type": "string", "maxLength": most}, is_compact=True)))
+        for most in (20, 100_000)
+    ]
+    assert sizes[1] < 2 * sizes[0]
 
 
 STRINGS = [

@@ -107,6 +107,12 @@ def test_what_is_invalid_is_not_taken(schema: dict[str, Any], several: list[Any]
             assert _oneof_as_any(schema, document)
 
 
+def test_a_property_that_may_not_be_there_is_no_other_one_either() -> None:
+    writer = Writer(json_of({"properties": {"a": False, "b": {}}}, "x"))
+    assert writer.takes('{"b": 1, "c": 2}')
+    assert not writer.takes('{"a": 1}')
+
+
 ACCEPTED = [
     ({}, [1, {"a": [None]}, "x"]),
     (True, [1]),
@@ -208,6 +214,23 @@ def test_what_would_not_hold_is_refused_with_its_place(schema: Any, place: str, 
         canonical(schema)
     assert spelled(caught.value.path) == place
     assert why in caught.value.problem
+
+
+def test_long_chains_and_names_are_followed() -> None:
+    defs: dict[str, Any] = {f"n{n}": {"items": {"$ref": f"#/$defs/n{n + 1}"}} for n in range(2000)}
+    defs["n2000"] = {"type": "null"}
+    writer = Writer(json_of({"$ref": "#/$defs/n0", "$defs": defs}, "x"))
+    assert writer.takes("[[[[]]], []]")
+    name = "n" * 3000
+    schema = {"properties": {name: {"type": "null"}}, "additionalProperties": {"const": 1}}
+    writer = Writer(json_of(schema, "x", is_compact=True))
+    assert writer.takes(f'{{"{name}":null,"{name[1:]}":1,"{name}n":1}}')
+    assert not writer.takes(f'{{"{name}":1}}')
+    endless = {"anyOf": [{"$ref": "#/$defs/a"}]}
+    schema = {"type": "object", "propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": endless}}
+    writer = Writer(json_of(schema, "x"))
+    assert writer.takes("{}")
+    assert not writer.takes('{"a": 1}')
 
 
 def test_a_deep_schema_is_refused() -> None:
