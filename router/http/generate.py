@@ -12,9 +12,10 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from router.errors import RequestError
+from router.http.fields import neutral
 from router.http.generate_logprobs import ChoiceLogprobs
 from router.http.response import Choice, Json, ResponseInfo
-from router.http.schema import CompletionRequest, neutral, validated
+from router.http.schema import CompletionRequest, validated
 from router.http.sse import event
 from router.text.output import Piece
 from runtime.pb import prefill_pb2

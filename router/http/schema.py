@@ -13,73 +13,15 @@ from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
-from pydantic_core import PydanticCustomError
 
 from router.errors import RequestError
-from router.http.tools import (
-    AllowedTools,
-    allowed_tools_of,
-    check_results,
-    checked_calls,
-    checked_choice,
-    checked_tools,
-)
+from router.http.chat_messages import chat_messages
+from router.http.fields import bias_of_ids, neutral, prompt_list, stop_strings
+from router.http.tools import AllowedTools, allowed_tools_of, checked_choice, checked_tools
 
 MAX_DEPTH = 100
 MAX_PARTS = 2**18
 MAX_VALUES = 2**21
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-
-def neutral(*values: object) -> PlainValidator:
-    """Refuse a field by name, but for null and ``values``, which change no answer."""
-
-    def check(value: object) -> None:
-        if value is not None and value not in values:
-            raise PydanticCustomError("none_required", "not supported")
-
-    return PlainValidator(check)
-
-
-def _strings(value: object) -> list[str]:
-    """``stop``: null, a string or a list of strings."""
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return value
-    raise ValueError("must be a string or a list of strings")
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
-
-
-def _prompts(value: object) -> list[str | list[int]]:
-    """``prompt`` in its four shapes, as a list of texts or token id lists."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if _is_ids(value):
-            return [value]
-        if all(isinstance(item, str) for item in value) or all(_is_ids(item) for item in value):
-            return value
-    raise ValueError(
-        "must be a string, a list of strings, a list of token ids or a list of lists of token ids, "
-        "and not empty"
-    )
-
-
-def _logit_bias(value: object) -> dict[int, float]:
-    if value is None:
-        return {}
-    try:
-        if isinstance(value, dict) and not any(isinstance(v, bool | str) for v in value.values()):
-            return {int(key): float(bias) for key, bias in value.items()}
-    except (TypeError, ValueError):
-        pass
-    raise ValueError("must be an object of token id (as a string) to a number")
 
 
 class StreamOptions(BaseModel):
@@ -105,10 +47,10 @@ class GenerationRequest(BaseModel):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    stop: Annotated[list[str], PlainValidator(_strings)] = Field(default_factory=list)
+    stop: Annotated[list[str], PlainValidator(stop_strings)] = Field(default_factory=list)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(
+    logit_bias: Annotated[dict[int, float], PlainValidator(bias_of_ids)] = Field(
         default_factory=dict
     )
     response_format: dict[str, Any] | None = None
@@ -144,7 +86,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(prompt_list)]
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
@@ -152,70 +94,10 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a list of at least one message")
-    messages = [_message(index, item) for index, item in enumerate(value)]
-    check_results(messages)
-    return messages
-
-
-def _message(index: int, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"[{index}] must be an object with role and content")
-    role = value.get("role")
-    if role not in _ROLES:
-        raise ValueError(f"[{index}].role is {role!r}; it must be one of {', '.join(_ROLES)}")
-    content = _content(index, value.get("content"))
-    # Templates of this model family know "system", not its newer name.
-    message = {**value, "role": "system" if role == "developer" else role}
-    calls = checked_calls(f"[{index}].tool_calls", message.pop("tool_calls", None))
-    if calls:
-        if role != "assistant":
-            raise ValueError(f"[{index}].tool_calls: only the assistant calls; leave them out")
-        message["tool_calls"] = calls
-    if content is None and not calls:
-        if role != "assistant":
-            raise ValueError(f"[{index}].content is missing; send a string")
-        content = ""
-    message["content"] = content
-    return _with_reasoning(index, message)
-
-
-def _with_reasoning(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The reasoning of an earlier turn, of both its names under the one that templates read."""
-    for name in ("reasoning_content", "reasoning"):
-        if not isinstance(message.get(name), str | None):
-            raise ValueError(f"[{index}].{name} must be a string")
-    if message.get("reasoning_content") is None:
-        message.pop("reasoning_content", None)
-        if message.get("reasoning") is not None:
-            message["reasoning_content"] = message["reasoning"]
-    return message
-
-
-def _content(index: int, content: object) -> str | None:
-    """A message's content as one text: a string, null, or a list of text parts."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"[{index}].content must be a string or a list of text parts")
-    texts = []
-    for number, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ValueError(
-                f"[{index}].content[{number}] is of type {kind!r}; this model reads text parts only"
-            )
-        texts.append(text)
-    return "".join(texts)
-
-
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], PlainValidator(_messages)]
+    messages: Annotated[list[dict[str, Any]], PlainValidator(chat_messages)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

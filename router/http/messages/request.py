@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
 from router.errors import RequestError
+from router.http.fields import neutral
 from router.http.messages.tools import ToolChoice, tool_choice_of, tools_of
 from router.http.messages.turns import Turns, text_of, turns_of
 from router.http.response import Json
-from router.http.schema import ChatRequest, neutral, validated
+from router.http.schema import ChatRequest, validated
 from router.http.told import turns_told
 from router.model import ServedModel
 

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
+from router.http.fields import neutral
 from router.http.response import Json
 from router.http.responses.items import Conversation, conversation_of
-from router.http.schema import ChatRequest, neutral, validated
+from router.http.schema import ChatRequest, validated
 from router.http.told import turns_told
 from router.http.tools import allowed_tools_of, listed_tools
 
