@@ -140,6 +140,8 @@ def _body_within(annotation: Any) -> type[BaseModel] | None:
 def _shape(annotation: Any) -> str:
     """A type in words."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _shape(args[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_shape(arg) for arg in args if arg is not types.NoneType)
     if origin is typing.Literal:

@@ -5,7 +5,9 @@ The checks raise ValueError with what is wrong.
 
 from __future__ import annotations
 
-from pydantic import PlainValidator
+from typing import Annotated
+
+from pydantic import BeforeValidator, PlainValidator
 from pydantic_core import PydanticCustomError
 
 
@@ -17,6 +19,14 @@ def neutral(*values: object) -> PlainValidator:
             raise PydanticCustomError("none_required", "not supported")
 
     return PlainValidator(check)
+
+
+def _without_fraction(value: object) -> object:
+    """``2.0`` is ``2``: there are writers of JSON that have one kind of numbers only."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_without_fraction)]
 
 
 def stop_strings(value: object) -> list[str]:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 
 from router.errors import RequestError
 from router.http.chat_messages import chat_messages
-from router.http.fields import bias_of_ids, neutral, prompt_list, stop_strings
+from router.http.fields import Integer, bias_of_ids, neutral, prompt_list, stop_strings
 from router.http.tools import AllowedTools, allowed_tools_of, checked_choice, checked_tools
 
 MAX_DEPTH = 100
@@ -40,13 +40,13 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str | None = None
-    n: int | None = None
+    n: Integer | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     stop: Annotated[list[str], PlainValidator(stop_strings)] = Field(default_factory=list)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -55,21 +55,21 @@ class GenerationRequest(BaseModel):
     )
     response_format: dict[str, Any] | None = None
     # Beyond OpenAI's API, as other engines name them.
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Integer | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Integer | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     timings: bool | None = None
     service_tier: str | None = None
-    priority: int | None = None
+    priority: Integer | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -88,9 +88,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[list[str | list[int]], PlainValidator(prompt_list)]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Integer | None = None
     add_special_tokens: bool | None = None
 
 
@@ -98,9 +98,9 @@ class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], PlainValidator(chat_messages)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     tools: Annotated[list[dict[str, Any]] | None, PlainValidator(checked_tools)] = None
     tool_choice: Annotated[str | dict[str, Any] | None, AfterValidator(checked_choice)] = None
     functions: list[dict[str, Any]] | None = None
@@ -111,8 +111,8 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
-    max_reasoning_tokens: int | None = None
-    thinking_token_budget: int | None = None  # the same, as vLLM names it
+    max_reasoning_tokens: Integer | None = None
+    thinking_token_budget: Integer | None = None  # the same, as vLLM names it
 
     @property
     def named_tool(self) -> str | None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
 from router.errors import RequestError
-from router.http.fields import neutral
+from router.http.fields import Integer, neutral
 from router.http.messages.tools import ToolChoice, tool_choice_of, tools_of
 from router.http.messages.turns import Turns, text_of, turns_of
 from router.http.response import Json
@@ -36,7 +36,7 @@ class Thinking(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: Integer | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -77,12 +77,12 @@ class CountRequest(BaseModel):
 class MessagesRequest(CountRequest):
     """``POST /v1/messages``; ranges are checked in the chat request that it becomes."""
 
-    max_tokens: int
+    max_tokens: Integer
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     service_tier: str | None = None
     # Harmless: it changes no answer here.
     metadata: dict[str, Any] | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
-from router.http.fields import neutral
+from router.http.fields import Integer, neutral
 from router.http.response import Json
 from router.http.responses.items import Conversation, conversation_of
 from router.http.schema import ChatRequest, validated
@@ -162,36 +162,36 @@ class InputRequest(BaseModel):
 class ResponsesRequest(InputRequest):
     """``POST /v1/responses``; ranges are checked in the chat request that it becomes."""
 
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     include: Annotated[list[str], PlainValidator(_include)] = []
     stream: bool | None = None
     stream_options: StreamConfig | None = None
     metadata: Annotated[dict[str, str] | None, PlainValidator(_metadata)] = None
     # Harmless: they change no answer here.
     store: bool | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Integer | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
     # Beyond OpenAI's API, as other engines name them.
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
+    min_tokens: Integer | None = None
     ignore_eos: bool | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: Integer | None = None
     # What needs answers to be stored, or is done nowhere here.
     background: _Unsupported = None
     background_options: _Unsupported = None

@@ -242,6 +242,11 @@ async def test_what_is_no_request_is_refused_in_the_same_shape(http, cluster: Cl
     async with http.post("/v1/messages", data=b"{") as response:
         assert response.status == 400
         assert (await response.json())["error"]["type"] == "invalid_request_error"
+    for path in ("/v1/messages/batches", "/v1/messages/"):
+        async with http.get(path) as response:
+            answer = await response.json()
+        assert response.status == (405 if path.endswith("/") else 404)
+        assert (answer["type"], set(answer["error"])) == ("error", {"type", "message"})
 
 
 def test_every_failure_has_a_type_that_clients_know() -> None:
