@@ -28,9 +28,13 @@ def _message(index: int, value: object) -> dict[str, Any]:
     role = value.get("role")
     if role not in _ROLES:
         raise ValueError(f"[{index}].role is {role!r}; it must be one of {', '.join(_ROLES)}")
-    content = _content(index, value.get("content"))
+    content = _content(index, role, value.get("content"))
     # Templates of this model family know "system", not its newer name.
     message = {**value, "role": "system" if role == "developer" else role}
+    if role == "assistant":
+        content = _with_refusal(index, content, message.pop("refusal", None))
+        if message.pop("audio", None) is not None:
+            raise ValueError(f"[{index}].audio: this model has said nothing aloud; leave it out")
     calls = checked_calls(f"[{index}].tool_calls", message.pop("tool_calls", None))
     if calls:
         if role != "assistant":
@@ -56,15 +60,23 @@ def _with_reasoning(index: int, message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _content(index: int, content: object) -> str | None:
-    """A message's content as one text: a string, null, or a list of text parts."""
+def _with_refusal(index: int, content: str | None, refusal: object) -> str | None:
+    """What the assistant said, where it refused in a field of its own."""
+    if not isinstance(refusal, str | None):
+        raise ValueError(f"[{index}].refusal must be a string")
+    return content if refusal is None else (content or "") + refusal
+
+
+def _content(index: int, role: str, content: object) -> str | None:
+    """A message's content as one text: a string, null, or a list of parts that are texts."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise ValueError(f"[{index}].content must be a string or a list of text parts")
     texts = []
     for number, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) else None
+        is_refusal = role == "assistant" and isinstance(part, Mapping) and "refusal" in part
+        text = part.get("refusal" if is_refusal else "text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise ValueError(

@@ -12,11 +12,20 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+)
 
 from router.errors import RequestError
 from router.http.chat_messages import chat_messages
-from router.http.fields import Integer, bias_of_ids, neutral, prompt_list, stop_strings
+from router.http.fields import Integer, bias_of_ids, prompt_list, stop_strings
+from router.http.hints import Api, Body, OfferedTools, take_hints
 from router.http.tools import AllowedTools, allowed_tools_of, checked_choice, checked_tools
 
 MAX_DEPTH = 100
@@ -31,10 +40,9 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Annotated[None, neutral(False)] = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(Body):
     """What both endpoints share. None: the client did not say."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
@@ -71,6 +79,17 @@ class GenerationRequest(BaseModel):
     service_tier: str | None = None
     priority: Integer | None = None
 
+    _client_names: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        """Under which names the client knows fields of this request, where they are others."""
+        return self._client_names
+
+    @client_names.setter
+    def client_names(self, names: Mapping[str, str]) -> None:
+        self._client_names = names
+
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
@@ -86,6 +105,8 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
+    api = Api.COMPLETIONS
+
     prompt: Annotated[list[str | list[int]], PlainValidator(prompt_list)]
     echo: bool | None = None
     logprobs: Integer | None = None
@@ -97,11 +118,13 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
+    api = Api.CHAT
+
     messages: Annotated[list[dict[str, Any]], PlainValidator(chat_messages)]
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    tools: Annotated[list[dict[str, Any]] | None, PlainValidator(checked_tools)] = None
+    tools: Annotated[OfferedTools | None, PlainValidator(checked_tools)] = None
     tool_choice: Annotated[str | dict[str, Any] | None, AfterValidator(checked_choice)] = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
@@ -161,16 +184,20 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
     return validated(fields, request_type)
 
 
-def validated(fields: Mapping[str, object], request_type: type[RequestT]) -> RequestT:
-    """The request that ``fields`` are.
+def validated(fields: dict[str, Any], request_type: type[RequestT]) -> RequestT:
+    """The request that ``fields`` are; hints are taken out of them.
 
     Raises:
         RequestError: a field is missing, of the wrong type, or none of the endpoint.
     """
+    ignored = take_hints(fields, request_type.api) if issubclass(request_type, Body) else []
     try:
-        return request_type.model_validate(fields)
+        request = request_type.model_validate(fields)
     except ValidationError as error:
         raise _first_problem(error, fields) from error
+    if isinstance(request, Body):
+        request.ignored.extend(ignored)
+    return request
 
 
 def _check_size(body: bytes) -> None:
@@ -241,6 +268,8 @@ def _first_problem(error: ValidationError, fields: Mapping[str, object]) -> Requ
         joint = " " if place is None else ""
         return RequestError(f"{param}{joint}{text}", param=param + (place.group() if place else ""))
     wanted = _WANTED.get(kind, "of another type")
+    if kind == "literal_error":
+        wanted = "one of " + problem["msg"].removeprefix("Input should be ").replace(" or ", ", ")
     if param in ("tool_choice", "function_call"):
         wanted = "a string or an object"
     shown = reprlib.repr(problem["input"])

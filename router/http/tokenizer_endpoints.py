@@ -5,13 +5,14 @@ Bodies are bounded, counted and worked on in threads like those of generation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import orjson
 from aiohttp import web
 
 from router.backend import Backend
 from router.http.body import read_body
+from router.http.hints import IGNORED_HEADER
 from router.http.messages.request import CountRequest
 from router.http.messages.request import as_chat as chat_of_messages
 from router.http.messages.request import names_of as names_of_messages
@@ -36,10 +37,11 @@ from router.http.tokenization import (
     tokens_answer,
 )
 from router.http.told import told_under
-from router.http.unsupported import refuse_unsupported
+from router.http.unsupported import ignored_fields, refuse_unsupported
 from router.model import ModelLimits, ServedModel
 
-Work = Callable[[bytes, Abandoned], Json]
+Work = Callable[[bytes, Abandoned], tuple[Json, Sequence[str]]]
+"""The answer, and the fields that were ignored."""
 
 
 class TokenizerEndpoints:
@@ -56,9 +58,8 @@ class TokenizerEndpoints:
             backend = backend_for(self._serving, request, body.model)
             model, limits = backend.model, backend.limits()
             token_ids = _token_ids(as_generation(body), model, limits, is_abandoned)
-            return tokens_answer(
-                token_ids, model, limits, with_strings=bool(body.return_token_strs)
-            )
+            with_strings = bool(body.return_token_strs)
+            return tokens_answer(token_ids, model, limits, with_strings=with_strings), ()
 
         return await self._answer(request, answer)
 
@@ -68,7 +69,7 @@ class TokenizerEndpoints:
         def answer(raw: bytes, _: Abandoned) -> Json:
             body = parse_body(raw, DetokenizeRequest)
             backend = backend_for(self._serving, request, body.model)
-            return text_answer(body, backend.model, backend.limits())
+            return text_answer(body, backend.model, backend.limits()), ()
 
         return await self._answer(request, answer)
 
@@ -81,7 +82,8 @@ class TokenizerEndpoints:
             asked = parse_body(raw, CountRequest)
             backend = backend_for(self._serving, request, asked.model)
             chat = chat_of_messages(asked, backend.model)
-            return {"input_tokens": _num_tokens(chat, backend, is_abandoned)}
+            num_tokens = _num_tokens(chat, backend, is_abandoned)
+            return {"input_tokens": num_tokens}, ignored_fields(chat, backend.model)
 
         with told_under(lambda: names_of_messages(asked)):
             return await self._answer(request, answer)
@@ -94,8 +96,10 @@ class TokenizerEndpoints:
             nonlocal asked
             asked = parse_body(raw, InputRequest)
             backend = backend_for(self._serving, request, asked.model)
-            num_tokens = _num_tokens(chat_of_responses(asked), backend, is_abandoned)
-            return {"object": "response.input_tokens", "input_tokens": num_tokens}
+            chat = chat_of_responses(asked)
+            num_tokens = _num_tokens(chat, backend, is_abandoned)
+            counted: Json = {"object": "response.input_tokens", "input_tokens": num_tokens}
+            return counted, ignored_fields(chat, backend.model)
 
         with told_under(lambda: names_of_responses(asked)):
             return await self._answer(request, answer)
@@ -108,11 +112,13 @@ class TokenizerEndpoints:
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
 
-            def work(is_abandoned: Abandoned) -> bytes:
-                return orjson.dumps(answer(raw, is_abandoned))
+            def work(is_abandoned: Abandoned) -> tuple[bytes, Sequence[str]]:
+                body, ignored = answer(raw, is_abandoned)
+                return orjson.dumps(body), ignored
 
-            data = await serving.lanes.run(len(raw), work)
-        return web.Response(body=data, content_type="application/json")
+            data, ignored = await serving.lanes.run(len(raw), work)
+        headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+        return web.Response(body=data, content_type="application/json", headers=headers)
 
 
 def _num_tokens(chat: ChatRequest, backend: Backend, is_abandoned: Abandoned) -> int:
