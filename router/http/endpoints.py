@@ -113,10 +113,11 @@ class OpenAIEndpoints:
 
         async def answer(call: Call[ChatRequest]) -> web.StreamResponse:
             body, model, limits = call.body, call.backend.model, call.limits
+            has_form = call.rules is not None and call.rules.form is not None
             return await self._answer(
                 call,
                 lambda is_abandoned: [chat_prompt(body, model, limits, is_abandoned)],
-                lambda prompt: new_reader(body, model, prompt),
+                lambda prompt: new_reader(body, model, prompt, has_form=has_form),
                 form_of,
                 dialect,
             )

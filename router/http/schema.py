@@ -132,6 +132,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: Integer | None = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
     max_reasoning_tokens: Integer | None = None
@@ -151,6 +152,13 @@ class ChatRequest(GenerationRequest):
     def allowed_tools(self) -> AllowedTools | None:
         """Which of the tools may be called; None: all of them, or the named one."""
         return allowed_tools_of(self.tool_choice)
+
+    @property
+    def has_to_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        allowed = self.allowed_tools
+        has_to = self.tool_choice == "required" or (allowed is not None and allowed.is_required)
+        return has_to or self.named_tool is not None
 
     @property
     def continues_final(self) -> bool:

@@ -199,6 +199,12 @@ def _refuse_of_chat(request: ChatRequest) -> None:
     if request.function_call not in (None, "none", "auto"):
         raise _unsupported("function_call", request.function_call, "send tools and tool_choice")
     _refuse_choice(request)
+    if request.max_tool_calls is not None and request.max_tool_calls < 1:
+        raise RequestError(
+            f"max_tool_calls = {request.max_tool_calls} is out of range. Fix: send an integer from "
+            '1 on, or tool_choice = "none"',
+            param="max_tool_calls",
+        )
     if request.functions and request.function_call != "none":
         raise _unsupported("functions", f"{len(request.functions)} of them", "send them as tools")
     for index, message in enumerate(request.messages):

@@ -29,6 +29,7 @@ _NAMES = {
 }
 _OF_INPUT = ("model", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 _OF_OUTPUT = (
+    "max_tool_calls",
     *("stream", "temperature", "top_p", "top_logprobs", "top_k", "min_p", "seed", "stop"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("min_tokens", "ignore_eos", "stop_token_ids", "cache_salt", "service_tier", "priority"),

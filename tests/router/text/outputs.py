@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from router.text.calls.events import Content
@@ -53,7 +54,7 @@ def reader_of(
     marks: MarkTable, calls: str | None, start: Start | None = None, **options: Any
 ) -> MessageReader:
     """``calls``: the name of their format; ``start``: of the output, None: no reasoning."""
-    parser = None if calls is None else CALL_FORMATS[calls].new_parser(OFFERED)
+    parser = None if calls is None else partial(CALL_FORMATS[calls].new_parser, OFFERED)
     reasoning = None if start is None else ReasoningParser(THINK, start)
     return MessageReader(marks, reasoning, parser, **options)
 
@@ -67,12 +68,12 @@ def spelled(calls: str | None) -> MarkTable:
     return MarkTable(by_id={}, spelled=all_marks(calls))
 
 
-def read(reader: MessageReader, pieces: Iterable[str]) -> Message:
-    """Pieces of text whose marks are spelled."""
+def read(reader: MessageReader, pieces: Iterable[str], *, is_cut: bool = False) -> Message:
+    """Pieces of text whose marks are spelled; ``is_cut``: by the output's length."""
     for piece in pieces:
         reader.tell(-1, len(piece))
         reader.feed(piece)
-    reader.flush()
+    reader.flush(is_cut=is_cut)
     return added_up(reader.take())
 
 
