@@ -117,7 +117,7 @@ def _checked_tool(index: int, tool: object) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise ValueError(f'[{index}] must be an object of type "function"')
     if tool.get("type") != "function":
-        raise ValueError(f'[{index}].type is {tool.get("type")!r}; it must be "function"')
+        raise ValueError(f'[{index}].type is {tool.get("type")!r}. Fix: send the type "function"')
     function = tool.get("function")
     if not isinstance(function, dict):
         raise ValueError(f"[{index}].function must be an object with a name")

@@ -134,7 +134,7 @@ def _unread_switches(request: ChatRequest, model: ServedModel) -> list[tuple[str
     template = template_for(request, model)
     read = template.variables if template is not None else frozenset()
     fields, told = request.model_extra or {}, request.chat_template_kwargs or {}
-    is_switched = _switches_of(fields, read).keys() & REASONING_SWITCHES
+    is_switched = _switches_of(fields, read).keys() & read & {*REASONING_SWITCHES}
     return [
         (prefix + name, name, values[name])
         for prefix, values in (("", fields), ("chat_template_kwargs.", told))
@@ -169,15 +169,15 @@ def ignored_fields(
     request: GenerationRequest, model: ServedModel, left_out: Sequence[str] = ()
 ) -> list[str]:
     """Fields that change nothing, and those of ``left_out``, as the client knows them."""
-    found = [*request.ignored, *_unknown_fields(request), *left_out]
+    unknown = [name[:MAX_NAME] for name in _unknown_fields(request)]
+    found = [*request.ignored, *unknown, *left_out]
     if isinstance(request, ChatRequest):
         found += request.tools.ignored if request.tools is not None else ()
         found += [path for path, _, _ in _unread_switches(request, model)]
-    names = request.client_names
-    return [
-        re.sub(r"[^A-Za-z0-9_.-]", "?", told_as(name, names)[:MAX_NAME])
-        for name in dict.fromkeys(found)
-    ]
+    elif request.model_extra:
+        found += [name for name in _TEMPLATE_SWITCHES if request.model_extra.get(name) is not None]
+    told = [told_as(name, request.client_names) for name in dict.fromkeys(found)]
+    return [re.sub(r"[^A-Za-z0-9_.$\[\]-]", "?", name) for name in told]
 
 
 def _unknown_fields(request: GenerationRequest) -> list[str]:

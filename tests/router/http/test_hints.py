@@ -19,6 +19,7 @@ OF_CLAUDE = {"name": "weather", "input_schema": WEATHER["function"]["parameters"
 MARK = {"cache_control": {"type": "ephemeral"}}
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [TURN], "max_tokens": 2},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 2},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/v1/messages": {"messages": [TURN], "max_tokens": 2},
 }
@@ -49,6 +50,7 @@ async def ignored_by(http: aiohttp.ClientSession, path: str, fields: dict[str, A
     [
         ("/v1/chat/completions", {"reasoning_effort": "low"}, ["reasoning_effort"]),
         ("/v1/chat/completions", {"user": "me", "store": False}, ["user"]),
+        ("/v1/completions", {"reasoning_effort": "low", "user": "x"}, ["user", "reasoning_effort"]),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **MARK}]}]},
