@@ -91,6 +91,24 @@ HINTS: Mapping[Api, Mapping[str, Neutral]] = {
     },
 }
 """By their paths, which lead through the items of lists."""
+_Tree = dict[str, "_Tree | Neutral"]
+
+
+def _tree_of(hints: Mapping[str, Neutral]) -> _Tree:
+    """The same by the fields that the paths lead through, for one walk over a body."""
+    root: _Tree = {}
+    for path, neutral in hints.items():
+        *outer, name = path.split(".")
+        node = root
+        for field in outer:
+            inner = node.setdefault(field, {})
+            assert isinstance(inner, dict), f"{path} is within another hint"
+            node = inner
+        node[name] = neutral
+    return root
+
+
+_TREES = {api: _tree_of(hints) for api, hints in HINTS.items()}
 
 _TOOLS_OF_OPENAI = (
     *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview"),
@@ -147,23 +165,26 @@ class OfferedTools(list[dict[str, Any]]):
 
 def take_hints(fields: dict[str, Any], api: Api) -> list[str]:
     """Take the hints of ``api`` out of a body; returns the names of those that say something."""
-    return [
-        path
-        for path, neutral in HINTS[api].items()
-        if path.partition(".")[0] in fields and _take(fields, path.split("."), neutral)
-    ]
+    found: dict[str, None] = {}
+    _take(fields, _TREES[api], "", found)
+    return list(found)
 
 
-def _take(value: object, path: Sequence[str], neutral: Neutral) -> bool:
-    """Take ``path`` out of ``value``, and out of each item of a list."""
+def _take(value: object, tree: _Tree, prefix: str, found: dict[str, None]) -> None:
+    """Take what ``tree`` names out of ``value``, and out of each item of a list."""
     if isinstance(value, list):
-        return bool(sum(_take(item, path, neutral) for item in value))  # of each, whatever one says
-    if not isinstance(value, dict):
-        return False
-    if len(path) > 1:
-        return path[0] in value and _take(value[path[0]], path[1:], neutral)
-    given = value.pop(path[0], None)
-    return given is not None and given not in neutral
+        for item in value:
+            _take(item, tree, prefix, found)
+    elif isinstance(value, dict):
+        for name, below in tree.items():
+            if name not in value:
+                continue
+            if isinstance(below, dict):
+                _take(value[name], below, f"{prefix}{name}.", found)
+                continue
+            given = value.pop(name)
+            if given is not None and given not in below:
+                found[prefix + name] = None
 
 
 def is_hosted(kind: object, api: Api) -> bool:
