@@ -1,8 +1,7 @@
 """One choice's output as a message: what the model thought, what it answers, which tools it calls.
 
-Between these parts templates write line breaks, and models do so after them: those are no part of
-the message. All other text comes out, in order, and the parts do not depend on how it was cut. What
-a length cuts within a mark, or before it is known which tool is called, is no part of it either.
+The parts do not depend on how the text was cut into pieces. What the output's length cuts within a
+mark, or before it is known which tool is called, is no part of the message.
 
 The reasoning ends with its mark, or with the call of a tool where the model leaves the mark out.
 Stop strings count from there on.
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from router.text.calls.events import (
     Arguments,
@@ -23,21 +21,9 @@ from router.text.calls.events import (
     Content,
 )
 from router.text.marks import Item, Mark, MarkFinder, MarkTable, text_of
+from router.text.parts import MessageParts, Part
 from router.text.reasoning import Boundary, Reasoning, ReasoningParser
 from router.text.stops import StoppedItems, StopStrings
-
-
-class CallDelta(NamedTuple):
-    """News of one call."""
-
-    call: int
-    """Its number in the message, from 0."""
-    name: str | None
-    """With a call's first news."""
-    arguments: str
-
-
-Part = Reasoning | Content | CallDelta
 
 
 class MessageReader:
@@ -47,19 +33,15 @@ class MessageReader:
     """
 
     __slots__ = (
-        "_after_joint",
         "_call_start",
         "_calls",
         "_calls_end_reasoning",
         "_finder",
         "_has_all_calls",
         "_has_call_marks",
-        "_hides_reasoning",
-        "_line_breaks",
         "_marks",
         "_most_calls",
         "_new_calls",
-        "_num_calls",
         "_num_reasoning_tokens",
         "_parts",
         "_reasoning",
@@ -97,16 +79,12 @@ class MessageReader:
         self._reasoning = reasoning
         self._new_calls = new_calls
         self._calls = None if new_calls is None else new_calls()
-        self._hides_reasoning = hides_reasoning
         self._calls_end_reasoning = calls_end_reasoning and new_calls is not None
         self._most_calls = most_calls
         self._stopped: StoppedItems | None = None
         self._stops_count = True
-        self._parts: list[Part] = []
-        self._line_breaks = ""
-        """At the end of the text so far: the template's if the next is of another kind."""
-        self._after_joint = reasoning is not None and reasoning.is_open
-        self._num_calls = 0
+        begins_open = reasoning is not None and reasoning.is_open
+        self._parts = MessageParts(after_joint=begins_open, hides_reasoning=hides_reasoning)
         self._has_all_calls = self._has_call_marks = False
         self._starts: list[int] = []
         """Of the tokens that are reasoning as far as is known, their first characters' offsets."""
@@ -127,7 +105,7 @@ class MessageReader:
     @property
     def num_calls(self) -> int:
         """Calls so far, the open one included."""
-        return self._num_calls
+        return self._parts.num_calls
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -141,7 +119,7 @@ class MessageReader:
     def is_over(self) -> bool:
         """Whether all that follows is text of the answer, without exception."""
         over = self._reasoning is None or self._reasoning.is_over
-        return over and self._calls is None and not self._after_joint
+        return over and self._calls is None and not self._parts.after_joint
 
     def tell(self, token_id: int, num_chars: int, *, stops_count: bool = True) -> None:
         """The next token is ``token_id``, and gave so many characters."""
@@ -194,15 +172,13 @@ class MessageReader:
         return (reasons or self._calls is not None) and (len(piece) > 1 or self._has_call_marks)
 
     def _end_text(self) -> None:
-        if self._line_breaks and not self._has_all_calls:
-            is_reasoning = self._reasoning is not None and self._reasoning.is_open
-            self._append(Reasoning if is_reasoning else Content, "")
-            self._line_breaks = ""
+        is_reasoning = self._reasoning is not None and self._reasoning.is_open
+        if not self._has_all_calls:
+            self._parts.end(Reasoning if is_reasoning else Content)
 
     def take(self) -> list[Part]:
         """The parts since the last call; neighbours of one kind are one."""
-        parts, self._parts = self._parts, []
-        return parts
+        return self._parts.take()
 
     def _add(self, item: Item) -> None:
         reasoning = self._reasoning
@@ -219,9 +195,9 @@ class MessageReader:
         was_over = reasoning.is_over
         for news in reasoning.feed(item):
             if isinstance(news, Boundary):
-                self._joint()
+                self._parts.joint()
             elif isinstance(news, Reasoning):
-                self._say(news)
+                self._parts.say(news)
             else:
                 self._answer(news)
         if reasoning.is_over and not was_over:
@@ -231,7 +207,7 @@ class MessageReader:
         """Read ``item`` of the reasoning; a mark may begin a call, which would be the end of it."""
         is_text = isinstance(item, str) or not self._calls_end_reasoning
         if self._call_start is None and is_text:
-            self._say(Reasoning(text_of(item)))
+            self._parts.say(Reasoning(text_of(item)))
             return
         assert self._calls is not None
         if self._call_start is None:
@@ -249,7 +225,7 @@ class MessageReader:
 
     def _end_reasoning(self, offset: int) -> None:
         """Count its tokens: those that began before the ``offset`` at which it ends."""
-        if self._after_joint:  # else there was none
+        if self._parts.after_joint:  # else there was none
             self._num_reasoning_tokens = bisect_left(self._starts, offset)
         self._starts = []
 
@@ -266,7 +242,7 @@ class MessageReader:
             self._has_call_marks |= isinstance(item, Mark)
             self._read_all(self._calls.feed(item))
         else:
-            self._say(Content(text_of(item)))
+            self._parts.say(Content(text_of(item)))
 
     def _read_all(self, events: Iterator[CallEvent]) -> None:
         for event in events:
@@ -278,59 +254,20 @@ class MessageReader:
         is_thought = reasoning is not None and reasoning.is_open
         match event:
             case Content(text) if is_thought:
-                self._say(Reasoning(text))
+                self._parts.say(Reasoning(text))
                 self._call_start = self._finder.num_done  # or behind: nothing before is a call
             case Content():
-                self._say(event)
+                self._parts.say(event)
             case CallBegin(name):
-                self._joint()
+                self._parts.begin_call(name)
                 if is_thought:
                     assert reasoning is not None
                     reasoning.end()
                     self._end_reasoning(self._call_start or 0)
-                self._parts.append(CallDelta(self._num_calls, name, ""))
-                self._num_calls += 1
                 self.is_call_open = True
             case Arguments(text):
-                self._add_arguments(text)
+                self._parts.add_arguments(text)
             case CallEnd():
-                self._joint()
+                self._parts.joint()
                 self.is_call_open = False
-                self._has_all_calls = self._num_calls == self._most_calls
-
-    def _joint(self) -> None:
-        """One part of the message ends and another begins."""
-        self._line_breaks = ""
-        self._after_joint = True
-
-    def _say(self, news: Reasoning | Content) -> None:
-        text = news.text
-        if self._after_joint:
-            text = text.lstrip("\n")
-            if not text:
-                return
-            self._after_joint = False
-        body = text.rstrip("\n")
-        if body:
-            self._append(type(news), body)
-            self._line_breaks = ""
-        self._line_breaks += text[len(body) :]
-
-    def _append(self, kind: type[Reasoning] | type[Content], text: str) -> None:
-        """Behind the line breaks so far."""
-        if self._hides_reasoning and kind is Reasoning:
-            return
-        text = self._line_breaks + text
-        last = self._parts[-1] if self._parts else None
-        if isinstance(last, kind):
-            self._parts[-1] = kind(last.text + text)
-        else:
-            self._parts.append(kind(text))
-
-    def _add_arguments(self, text: str) -> None:
-        last = self._parts[-1] if self._parts else None
-        call = self._num_calls - 1
-        if isinstance(last, CallDelta) and last.call == call:
-            self._parts[-1] = last._replace(arguments=last.arguments + text)
-        else:
-            self._parts.append(CallDelta(call, None, text))
+                self._has_all_calls = self._parts.num_calls == self._most_calls

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from router.text.calls.events import Content
 from router.text.detokenizer import Detokenizer
-from router.text.message import MessageReader, Part
+from router.text.message import MessageReader
+from router.text.parts import Part
 from router.text.pieces import JsonPieces
 from router.text.stops import StopStrings
 from router.text.tokenizer import Vocabulary

@@ -11,7 +11,8 @@ from typing import Any
 from router.text.calls.events import Content
 from router.text.calls.formats import CALL_FORMATS
 from router.text.marks import MarkTable
-from router.text.message import CallDelta, MessageReader, Part
+from router.text.message import MessageReader
+from router.text.parts import CallDelta, Part
 from router.text.reasoning import REASONING_FORMATS, Reasoning, ReasoningParser, Start
 
 OFFERED = {
