@@ -4,6 +4,7 @@ The template may have opened the reasoning already (its prompt ends with the ope
 closed it (a switch of the request turned it off), or leaves it to the model, whose answer then
 begins with the opening mark or has no reasoning. A mark anywhere else is text: reasoning happens
 once, and first. A model may leave out the closing mark and go on with a call: the call ends it.
+It may leave out the opening mark of thoughts that it does not have: the closing mark is no text.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ class ReasoningParser:
             self._before += item
             return
         before, self._before = self._before, ""
-        if item == Mark(self._format.opening):
-            self._state = Start.OPEN
+        if item == Mark(self._format.opening) or self.is_closing(item):
+            self._state = Start.CLOSED if self.is_closing(item) else Start.OPEN
             yield Boundary()
             return
         self._state = Start.CLOSED

@@ -32,7 +32,7 @@ def border_of(text: str, start: Start) -> int:
     """Where the reasoning of ``text`` has ended."""
     opened = start is Start.OPEN
     if start is Start.UNDECIDED:
-        opened = text.lstrip().startswith("<think>")
+        opened = text.lstrip().startswith(("<think>", "</think>"))
     if not opened:
         return 0
     end = text.find("</think>")

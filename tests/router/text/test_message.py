@@ -34,6 +34,7 @@ CASES = [
     (Start.UNDECIDED, " \n<think>hm", "hm", ""),
     (Start.UNDECIDED, " \n4 <think>hm</think>", "", " \n4 <think>hm</think>"),
     (Start.UNDECIDED, " \n", "", " \n"),
+    (Start.UNDECIDED, "\n</think>\n\n4</think>", "", "4</think>"),
     (Start.UNDECIDED, "<thin", "", "<thin"),
     (None, "<think>hm</think>4", "", "<think>hm</think>4"),
 ]
