@@ -40,8 +40,9 @@ from router.http.told import told_under
 from router.http.unsupported import ignored_fields, refuse_unsupported
 from router.model import ModelLimits, ServedModel
 
-Work = Callable[[bytes, Abandoned], tuple[Json, Sequence[str]]]
-"""The answer, and the fields that were ignored."""
+Answer = tuple[Json, Sequence[str]]
+"""A body, and the fields of the request that were ignored."""
+Work = Callable[[bytes, Abandoned], Answer]
 
 
 class TokenizerEndpoints:
@@ -53,20 +54,22 @@ class TokenizerEndpoints:
     async def tokenize(self, request: web.Request) -> web.Response:
         """``POST /tokenize``: the tokens that the model would be given."""
 
-        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Answer:
             body = parse_body(raw, TokenizeRequest)
             backend = backend_for(self._serving, request, body.model)
             model, limits = backend.model, backend.limits()
-            token_ids = _token_ids(as_generation(body), model, limits, is_abandoned)
+            generation = as_generation(body)
+            token_ids = _token_ids(generation, model, limits, is_abandoned)
             with_strings = bool(body.return_token_strs)
-            return tokens_answer(token_ids, model, limits, with_strings=with_strings), ()
+            found = tokens_answer(token_ids, model, limits, with_strings=with_strings)
+            return found, ignored_fields(generation, model)
 
         return await self._answer(request, answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """``POST /detokenize``: the text of tokens."""
 
-        def answer(raw: bytes, _: Abandoned) -> Json:
+        def answer(raw: bytes, _: Abandoned) -> Answer:
             body = parse_body(raw, DetokenizeRequest)
             backend = backend_for(self._serving, request, body.model)
             return text_answer(body, backend.model, backend.limits()), ()
@@ -77,7 +80,7 @@ class TokenizerEndpoints:
         """``POST /v1/messages/count_tokens``: how many tokens a prompt has, as Anthropic has it."""
         asked: CountRequest | None = None
 
-        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Answer:
             nonlocal asked
             asked = parse_body(raw, CountRequest)
             backend = backend_for(self._serving, request, asked.model)
@@ -92,7 +95,7 @@ class TokenizerEndpoints:
         """``POST /v1/responses/input_tokens``: how many tokens a prompt has, as OpenAI has it."""
         asked: InputRequest | None = None
 
-        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Answer:
             nonlocal asked
             asked = parse_body(raw, InputRequest)
             backend = backend_for(self._serving, request, asked.model)

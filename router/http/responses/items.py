@@ -130,14 +130,15 @@ def _text(where: str, content: object, kinds: Mapping[str, str] = _TEXTS) -> str
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in kinds:
+        name = kinds.get(kind) if isinstance(kind, str) else None
+        if name is None:
             raise ValueError(
                 f"{where}[{number}].type = {kind!r} is not supported by this server. "
                 f"Fix: send {' or '.join(kinds)}"
             )
-        text = part.get(kinds[kind])
+        text = part.get(name)
         if not isinstance(text, str):
-            raise ValueError(f"{where}[{number}].{kinds[kind]} must be a string")
+            raise ValueError(f"{where}[{number}].{name} must be a string")
         texts.append(text)
     return "".join(texts)
 
