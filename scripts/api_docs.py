@@ -25,6 +25,7 @@ from pydantic import BaseModel  # noqa: E402
 from router.http.app import Operations, api_routes  # noqa: E402
 from router.http.endpoints import Serving  # noqa: E402
 from router.http.generate import GenerateRequest  # noqa: E402
+from router.http.hints import HINTS, HOSTED_TOOLS, Body  # noqa: E402
 from router.http.messages.request import CountRequest, MessagesRequest  # noqa: E402
 from router.http.responses.request import InputRequest, ResponsesRequest  # noqa: E402
 from router.http.schema import ChatRequest, CompletionRequest  # noqa: E402
@@ -80,11 +81,26 @@ def endpoints() -> str:
 
 
 def fields() -> str:
-    """What each body may hold."""
+    """What each body may hold, and which tools are left out of prompts."""
     posts = {route.path for route in routes() if route.method == "POST"}
     assert posts == set(BODIES), f"no body is known here for {sorted(posts ^ set(BODIES))}"
     parts = [_of_body(path, body) for path, body in BODIES.items()]
-    return "\n\n".join([*parts, _of_both()])
+    return "\n\n".join([*parts, _of_both(), _hosted()])
+
+
+def _hosted() -> str:
+    """Tools that clients offer and that others run."""
+    apis: dict[tuple[str, ...], list[str]] = {}
+    for api, kinds in HOSTED_TOOLS.items():
+        apis.setdefault(kinds, []).append(api.value)
+    told = [
+        f"{', '.join(f'`{kind}`' for kind in kinds)} ({' and '.join(names)})"
+        for kinds, names in apis.items()
+    ]
+    return (
+        "**Hosted tools**, which are left out of prompts and told, and which no `tool_choice` may "
+        f"name: {'; '.join(told)}. A date may stand behind each."
+    )
 
 
 def _of_body(path: str, body: type[BaseModel]) -> str:
@@ -96,6 +112,9 @@ def _of_body(path: str, body: type[BaseModel]) -> str:
     parts = [f"**`{path}`**: {', '.join(honoured)}."]
     if refused:
         parts.append(f"Refused, but for values that change nothing: {', '.join(refused)}.")
+    if issubclass(body, Body):
+        hints = ", ".join(f"`{path}`" for path in HINTS[body.api])
+        parts.append(f"Taken, of no effect, and told: {hints}.")
     return "\n".join(parts)
 
 
@@ -109,7 +128,7 @@ def _of_both() -> str:
         (
             "**Other fields of chat and completions.** " + parts[0],
             *parts[1:],
-            "A known field misspelt is refused; all others are ignored, and named by the header "
+            "A known field misspelt is refused; all others are ignored, and told by the header "
             "`x-tandem-ignored-fields`. Elsewhere an unknown field is refused.",
         )
     )
@@ -140,6 +159,8 @@ def _body_within(annotation: Any) -> type[BaseModel] | None:
 def _shape(annotation: Any) -> str:
     """A type in words."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _shape(args[0])
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_shape(arg) for arg in args if arg is not types.NoneType)
     if origin is typing.Literal:

@@ -44,8 +44,6 @@ GENERATION = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses"),
     *("/generate", "/v1/messages"),
 )
-DIALECTS = {"/v1/messages": ANTHROPIC, "/v1/messages/count_tokens": ANTHROPIC}
-"""By path; all else is told as OpenAI's API does."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
@@ -293,7 +291,7 @@ def _answer_failures(
             raise
         except Exception as error:
             failure = failure_from(_as_error(error, request))
-            response = _failed(failure, request_id, DIALECTS.get(request.path, OPENAI))
+            response = _failed(failure, request_id, _dialect_at(request.path))
             status = response.status
             if failure.label not in NOT_OF_REQUESTS:
                 metrics.count_error(failure.label)
@@ -308,6 +306,11 @@ def _answer_failures(
         return response
 
     return middleware
+
+
+def _dialect_at(path: str) -> Dialect:
+    """How failures at ``path`` are told, whether there is anything at it or not."""
+    return ANTHROPIC if f"{path}/".startswith("/v1/messages/") else OPENAI
 
 
 def _trace_of(request: web.Request, sample_ratio: float) -> TraceContext:

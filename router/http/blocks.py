@@ -12,8 +12,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from router.text.calls.events import Content
-from router.text.message import CallDelta, Part
 from router.text.output import Piece
+from router.text.parts import CallDelta, Part
 from router.text.reasoning import Reasoning
 
 

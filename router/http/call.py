@@ -9,11 +9,13 @@ from aiohttp import web
 
 from router.backend import Backend
 from router.http.gate import KeyUse
+from router.http.hints import IGNORED_HEADER
 from router.http.output_rules import CompiledRules, OutputRules
 from router.http.schema import ChatRequest, CompletionRequest
-from router.http.unsupported import IGNORED_HEADER, ignored_fields
+from router.http.unsupported import ignored_fields
 from router.model import ModelLimits
 from router.requests.admission import BodyBytes
+from runtime.config.tiers import RESERVED_NAMES
 from runtime.logging import get_logger
 from runtime.sampling import SamplingParams
 from runtime.tiers import Standing
@@ -66,7 +68,9 @@ def headers_of(call: Call[RequestT]) -> dict[str, str]:
     """What the answer says of the request."""
     headers = call.use.headers if call.use is not None else {}
     left_out: list[str] = [] if call.rules is None else call.rules.left_out()
-    ignored = [*ignored_fields(call.body), *left_out]
+    if not call.standing.tier and call.body.service_tier not in (None, *RESERVED_NAMES):
+        left_out = [*left_out, "service_tier"]
+    ignored = ignored_fields(call.body, call.backend.model, left_out)
     if not ignored:
         return headers
     logger.debug("ignored fields request_id=%s fields=%s", call.request_id, ignored)

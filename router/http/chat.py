@@ -10,8 +10,8 @@ from router.http.logprobs import chat_logprobs, prompt_logprobs
 from router.http.response import Choice, Json, ResponseInfo, closing_event, sum_texts
 from router.http.sse import TextEvent, event
 from router.text.calls.events import Content
-from router.text.message import CallDelta, Part
 from router.text.output import Piece
+from router.text.parts import CallDelta, Part
 from router.text.reasoning import Reasoning
 from runtime.pb import prefill_pb2
 

@@ -5,6 +5,7 @@ Pure; after the request was checked.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import orjson
@@ -84,15 +85,33 @@ def tells_reasoning(body: ChatRequest, model: ServedModel) -> bool:
     return model.formats.reasoning is not None and is_wanted
 
 
-def new_reader(body: ChatRequest, model: ServedModel, prompt: Prompt) -> MessageReader | None:
-    """What reads one choice's output; None where all of it is the answer."""
+def most_calls(body: ChatRequest) -> int | None:
+    """How many tools an answer may call; None: any number.
+
+    Where calls have to be, and nothing is said of their number, a weak model would go on for ever.
+    """
+    if body.parallel_tool_calls is False or body.named_tool is not None:
+        return 1
+    if body.max_tool_calls is None and body.parallel_tool_calls is None and body.has_to_call:
+        return 1
+    return body.max_tool_calls
+
+
+def new_reader(
+    body: ChatRequest, model: ServedModel, prompt: Prompt, *, has_form: bool = False
+) -> MessageReader | None:
+    """What reads one choice's output; None where all of it is the answer.
+
+    ``has_form``: a grammar holds behind the mark that ends the reasoning, and sees to the mark.
+    """
     formats, tools = model.formats, offered_tools(body)
     reasoning = calls = None
     if formats.reasoning is not None and prompt.start is not Start.CLOSED:
         reasoning = ReasoningParser(formats.reasoning, prompt.start)
     if tools and formats.calls is not None:
         functions = [tool["function"] for tool in tools]
-        calls = formats.calls.new_parser({f["name"]: f.get("parameters") or {} for f in functions})
+        offered = {f["name"]: f.get("parameters") or {} for f in functions}
+        calls = partial(formats.calls.new_parser, offered)
     if reasoning is None and calls is None:
         return None
     return MessageReader(
@@ -100,5 +119,6 @@ def new_reader(body: ChatRequest, model: ServedModel, prompt: Prompt) -> Message
         reasoning,
         calls,
         hides_reasoning=body.include_reasoning is False,
-        one_call=body.parallel_tool_calls is False or body.named_tool is not None,
+        calls_end_reasoning=not has_form,
+        most_calls=most_calls(body),
     )

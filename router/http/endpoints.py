@@ -40,6 +40,7 @@ from router.http.routing_headers import conversation_of, wants_routing
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.serving import Serving, backend_for
 from router.http.tiers import standing_of
+from router.http.told import told_under
 from router.http.unsupported import refuse_unsupported
 from router.model import ModelLimits, ServedModel
 from router.requests.admission import BodyBytes
@@ -73,7 +74,17 @@ class OpenAIEndpoints:
             tells = tells_reasoning(body, self._serving.backends.choose(body.model).model)
             return ChatStream(info) if body.stream else ChatBody(info, tells_reasoning=tells)
 
-        return await self.serve_chat(request, lambda raw: parse_body(raw, ChatRequest), form)
+        asked: ChatRequest | None = None
+
+        def parse(raw: bytes) -> ChatRequest:
+            nonlocal asked
+            asked = parse_body(raw, ChatRequest)
+            if asked.tools is not None:
+                asked.client_names = asked.tools.names()
+            return asked
+
+        with told_under(lambda: {} if asked is None else asked.client_names):
+            return await self.serve_chat(request, parse, form)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """``POST /v1/completions``: what follows prompts, as OpenAI has it."""
@@ -102,10 +113,11 @@ class OpenAIEndpoints:
 
         async def answer(call: Call[ChatRequest]) -> web.StreamResponse:
             body, model, limits = call.body, call.backend.model, call.limits
+            has_form = call.rules is not None and call.rules.form is not None
             return await self._answer(
                 call,
                 lambda is_abandoned: [chat_prompt(body, model, limits, is_abandoned)],
-                lambda prompt: new_reader(body, model, prompt),
+                lambda prompt: new_reader(body, model, prompt, has_form=has_form),
                 form_of,
                 dialect,
             )

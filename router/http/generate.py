@@ -12,9 +12,10 @@ import orjson
 from pydantic import BaseModel, ConfigDict
 
 from router.errors import RequestError
+from router.http.fields import Integer, neutral
 from router.http.generate_logprobs import ChoiceLogprobs
 from router.http.response import Choice, Json, ResponseInfo
-from router.http.schema import CompletionRequest, neutral, validated
+from router.http.schema import CompletionRequest, validated
 from router.http.sse import event
 from router.text.output import Piece
 from runtime.pb import prefill_pb2
@@ -46,20 +47,20 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
+    max_new_tokens: Integer | None = None
+    min_new_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
-    n: int | None = None
+    n: Integer | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    sampling_seed: int | None = None
+    sampling_seed: Integer | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
@@ -86,13 +87,13 @@ class GenerateRequest(BaseModel):
     extra_key: str | None = None
     """Requests share cached prefixes with those of the same key."""
     return_logprob: bool | None = None
-    logprob_start_len: int | None = None
+    logprob_start_len: Integer | None = None
     """The prompt's token with which log-probabilities begin; -1: those of the output alone."""
-    top_logprobs_num: int | None = None
+    top_logprobs_num: Integer | None = None
     return_text_in_logprobs: bool | None = None
     # Harmless: they change no answer here.
     log_metrics: bool | None = None
-    priority: int | None = None
+    priority: Integer | None = None
     token_ids_logprob: _Unsupported = None
     return_hidden_states: _Unsupported = None
     return_routed_experts: _Unsupported = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from router.errors import RequestError
-from router.http.conversation import offered_tools
+from router.http.conversation import most_calls, offered_tools
 from router.http.output_forms import form_of
 from router.http.schema import ChatRequest, GenerationRequest
 from router.http.schema_forms import refused
@@ -193,15 +193,14 @@ def _with_calls(
     only = None if allowed is None else allowed.names
     if named is not None:
         only = frozenset((named,))
-    has_to = named is not None or request.tool_choice == "required"
-    has_to = has_to or (allowed is not None and allowed.is_required)
+    has_to = request.has_to_call
     if has_to and form is not None and param != "response_format":
         raise RequestError(
             f"{param} and tool_choice each say what the answer has to look like. "
             "Fix: send one of them",
             param="tool_choice",
         )
-    only_one = request.parallel_tool_calls is False or named is not None
+    only_one = most_calls(request) == 1
     tools = _tool_forms(request, only=only, all_schemas=has_to or form is not None)
     try:
         if has_to:

@@ -67,7 +67,7 @@ def chat_prompt(
         messages,
         tools=control.mark(offered_tools(body)) or None,
         continue_final_message=body.continues_final,
-        extra=control.mark(template_variables(body)),
+        extra=control.mark(template_variables(body, template.variables)),
     )
     start = start_of_output(body, model, text)
     # The template has written the special tokens, and only it may.

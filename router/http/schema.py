@@ -12,74 +12,25 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+)
 
 from router.errors import RequestError
-from router.http.tools import (
-    AllowedTools,
-    allowed_tools_of,
-    check_results,
-    checked_calls,
-    checked_choice,
-    checked_tools,
-)
+from router.http.chat_messages import chat_messages
+from router.http.fields import Integer, bias_of_ids, prompt_list, stop_strings
+from router.http.hints import Api, Body, OfferedTools, take_hints
+from router.http.tools import AllowedTools, allowed_tools_of, checked_choice, checked_tools
 
 MAX_DEPTH = 100
 MAX_PARTS = 2**18
 MAX_VALUES = 2**21
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-
-
-def neutral(*values: object) -> PlainValidator:
-    """Refuse a field by name, but for null and ``values``, which change no answer."""
-
-    def check(value: object) -> None:
-        if value is not None and value not in values:
-            raise PydanticCustomError("none_required", "not supported")
-
-    return PlainValidator(check)
-
-
-def _strings(value: object) -> list[str]:
-    """``stop``: null, a string or a list of strings."""
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return value
-    raise ValueError("must be a string or a list of strings")
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
-
-
-def _prompts(value: object) -> list[str | list[int]]:
-    """``prompt`` in its four shapes, as a list of texts or token id lists."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if _is_ids(value):
-            return [value]
-        if all(isinstance(item, str) for item in value) or all(_is_ids(item) for item in value):
-            return value
-    raise ValueError(
-        "must be a string, a list of strings, a list of token ids or a list of lists of token ids, "
-        "and not empty"
-    )
-
-
-def _logit_bias(value: object) -> dict[int, float]:
-    if value is None:
-        return {}
-    try:
-        if isinstance(value, dict) and not any(isinstance(v, bool | str) for v in value.values()):
-            return {int(key): float(bias) for key, bias in value.items()}
-    except (TypeError, ValueError):
-        pass
-    raise ValueError("must be an object of token id (as a string) to a number")
 
 
 class StreamOptions(BaseModel):
@@ -89,45 +40,55 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Annotated[None, neutral(False)] = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(Body):
     """What both endpoints share. None: the client did not say."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
     model: str | None = None
-    n: int | None = None
+    n: Integer | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    seed: int | None = None
-    stop: Annotated[list[str], PlainValidator(_strings)] = Field(default_factory=list)
+    seed: Integer | None = None
+    stop: Annotated[list[str], PlainValidator(stop_strings)] = Field(default_factory=list)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(
+    logit_bias: Annotated[dict[int, float], PlainValidator(bias_of_ids)] = Field(
         default_factory=dict
     )
     response_format: dict[str, Any] | None = None
     # Beyond OpenAI's API, as other engines name them.
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Integer | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Integer | None = None
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
     timings: bool | None = None
     service_tier: str | None = None
-    priority: int | None = None
+    priority: Integer | None = None
+
+    _client_names: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        """Under which names the client knows fields of this request, where they are others."""
+        return self._client_names
+
+    @client_names.setter
+    def client_names(self, names: Mapping[str, str]) -> None:
+        self._client_names = names
 
     @property
     def includes_usage(self) -> bool:
@@ -144,82 +105,26 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_prompts)]
+    api = Api.COMPLETIONS
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(prompt_list)]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Integer | None = None
     add_special_tokens: bool | None = None
-
-
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a list of at least one message")
-    messages = [_message(index, item) for index, item in enumerate(value)]
-    check_results(messages)
-    return messages
-
-
-def _message(index: int, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"[{index}] must be an object with role and content")
-    role = value.get("role")
-    if role not in _ROLES:
-        raise ValueError(f"[{index}].role is {role!r}; it must be one of {', '.join(_ROLES)}")
-    content = _content(index, value.get("content"))
-    # Templates of this model family know "system", not its newer name.
-    message = {**value, "role": "system" if role == "developer" else role}
-    calls = checked_calls(f"[{index}].tool_calls", message.pop("tool_calls", None))
-    if calls:
-        if role != "assistant":
-            raise ValueError(f"[{index}].tool_calls: only the assistant calls; leave them out")
-        message["tool_calls"] = calls
-    if content is None and not calls:
-        if role != "assistant":
-            raise ValueError(f"[{index}].content is missing; send a string")
-        content = ""
-    message["content"] = content
-    return _with_reasoning(index, message)
-
-
-def _with_reasoning(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The reasoning of an earlier turn, of both its names under the one that templates read."""
-    for name in ("reasoning_content", "reasoning"):
-        if not isinstance(message.get(name), str | None):
-            raise ValueError(f"[{index}].{name} must be a string")
-    if message.get("reasoning_content") is None:
-        message.pop("reasoning_content", None)
-        if message.get("reasoning") is not None:
-            message["reasoning_content"] = message["reasoning"]
-    return message
-
-
-def _content(index: int, content: object) -> str | None:
-    """A message's content as one text: a string, null, or a list of text parts."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ValueError(f"[{index}].content must be a string or a list of text parts")
-    texts = []
-    for number, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise ValueError(
-                f"[{index}].content[{number}] is of type {kind!r}; this model reads text parts only"
-            )
-        texts.append(text)
-    return "".join(texts)
 
 
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], PlainValidator(_messages)]
-    max_completion_tokens: int | None = None
+    api = Api.CHAT
+
+    messages: Annotated[list[dict[str, Any]], PlainValidator(chat_messages)]
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: Annotated[list[dict[str, Any]] | None, PlainValidator(checked_tools)] = None
+    top_logprobs: Integer | None = None
+    tools: Annotated[OfferedTools | None, PlainValidator(checked_tools)] = None
     tool_choice: Annotated[str | dict[str, Any] | None, AfterValidator(checked_choice)] = None
     functions: list[dict[str, Any]] | None = None
     function_call: str | dict[str, Any] | None = None
@@ -227,10 +132,11 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: Integer | None = None
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
-    max_reasoning_tokens: int | None = None
-    thinking_token_budget: int | None = None  # the same, as vLLM names it
+    max_reasoning_tokens: Integer | None = None
+    thinking_token_budget: Integer | None = None  # the same, as vLLM names it
 
     @property
     def named_tool(self) -> str | None:
@@ -246,6 +152,13 @@ class ChatRequest(GenerationRequest):
     def allowed_tools(self) -> AllowedTools | None:
         """Which of the tools may be called; None: all of them, or the named one."""
         return allowed_tools_of(self.tool_choice)
+
+    @property
+    def has_to_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        allowed = self.allowed_tools
+        has_to = self.tool_choice == "required" or (allowed is not None and allowed.is_required)
+        return has_to or self.named_tool is not None
 
     @property
     def continues_final(self) -> bool:
@@ -279,16 +192,20 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
     return validated(fields, request_type)
 
 
-def validated(fields: Mapping[str, object], request_type: type[RequestT]) -> RequestT:
-    """The request that ``fields`` are.
+def validated(fields: dict[str, Any], request_type: type[RequestT]) -> RequestT:
+    """The request that ``fields`` are; hints are taken out of them.
 
     Raises:
         RequestError: a field is missing, of the wrong type, or none of the endpoint.
     """
+    ignored = take_hints(fields, request_type.api) if issubclass(request_type, Body) else []
     try:
-        return request_type.model_validate(fields)
+        request = request_type.model_validate(fields)
     except ValidationError as error:
         raise _first_problem(error, fields) from error
+    if isinstance(request, Body):
+        request.ignored.extend(ignored)
+    return request
 
 
 def _check_size(body: bytes) -> None:
@@ -359,6 +276,8 @@ def _first_problem(error: ValidationError, fields: Mapping[str, object]) -> Requ
         joint = " " if place is None else ""
         return RequestError(f"{param}{joint}{text}", param=param + (place.group() if place else ""))
     wanted = _WANTED.get(kind, "of another type")
+    if kind == "literal_error":
+        wanted = "one of " + problem["msg"].removeprefix("Input should be ").replace(" or ", ", ")
     if param in ("tool_choice", "function_call"):
         wanted = "a string or an object"
     shown = reprlib.repr(problem["input"])

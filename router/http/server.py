@@ -15,6 +15,7 @@ from router.http.app import create_app
 from router.http.connections import ConnectionLimits, Connections
 from router.http.console.console import Console
 from router.http.gate import Gate
+from router.http.paths import take_trailing_slashes
 from router.http.serving import Serving
 from router.keys.ledger import KeyLedger, Ledger
 from router.keys.source import KeySource
@@ -114,6 +115,7 @@ class HttpServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
+        take_trailing_slashes(server)
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             self._connections.protocol_of(server), sock=listener, backlog=1024, ssl=self._tls

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from router.errors import RequestError
+from router.http.fields import Integer
 from router.http.params import check_token_ids
 from router.http.response import Json
 from router.http.schema import ChatRequest, CompletionRequest, validated
@@ -46,7 +47,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Integer]
 
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")

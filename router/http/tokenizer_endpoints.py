@@ -5,13 +5,14 @@ Bodies are bounded, counted and worked on in threads like those of generation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import orjson
 from aiohttp import web
 
 from router.backend import Backend
 from router.http.body import read_body
+from router.http.hints import IGNORED_HEADER
 from router.http.messages.request import CountRequest
 from router.http.messages.request import as_chat as chat_of_messages
 from router.http.messages.request import names_of as names_of_messages
@@ -36,10 +37,12 @@ from router.http.tokenization import (
     tokens_answer,
 )
 from router.http.told import told_under
-from router.http.unsupported import refuse_unsupported
+from router.http.unsupported import ignored_fields, refuse_unsupported
 from router.model import ModelLimits, ServedModel
 
-Work = Callable[[bytes, Abandoned], Json]
+Answer = tuple[Json, Sequence[str]]
+"""A body, and the fields of the request that were ignored."""
+Work = Callable[[bytes, Abandoned], Answer]
 
 
 class TokenizerEndpoints:
@@ -51,24 +54,25 @@ class TokenizerEndpoints:
     async def tokenize(self, request: web.Request) -> web.Response:
         """``POST /tokenize``: the tokens that the model would be given."""
 
-        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Answer:
             body = parse_body(raw, TokenizeRequest)
             backend = backend_for(self._serving, request, body.model)
             model, limits = backend.model, backend.limits()
-            token_ids = _token_ids(as_generation(body), model, limits, is_abandoned)
-            return tokens_answer(
-                token_ids, model, limits, with_strings=bool(body.return_token_strs)
-            )
+            generation = as_generation(body)
+            token_ids = _token_ids(generation, model, limits, is_abandoned)
+            with_strings = bool(body.return_token_strs)
+            found = tokens_answer(token_ids, model, limits, with_strings=with_strings)
+            return found, ignored_fields(generation, model)
 
         return await self._answer(request, answer)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         """``POST /detokenize``: the text of tokens."""
 
-        def answer(raw: bytes, _: Abandoned) -> Json:
+        def answer(raw: bytes, _: Abandoned) -> Answer:
             body = parse_body(raw, DetokenizeRequest)
             backend = backend_for(self._serving, request, body.model)
-            return text_answer(body, backend.model, backend.limits())
+            return text_answer(body, backend.model, backend.limits()), ()
 
         return await self._answer(request, answer)
 
@@ -76,12 +80,13 @@ class TokenizerEndpoints:
         """``POST /v1/messages/count_tokens``: how many tokens a prompt has, as Anthropic has it."""
         asked: CountRequest | None = None
 
-        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Answer:
             nonlocal asked
             asked = parse_body(raw, CountRequest)
             backend = backend_for(self._serving, request, asked.model)
             chat = chat_of_messages(asked, backend.model)
-            return {"input_tokens": _num_tokens(chat, backend, is_abandoned)}
+            num_tokens = _num_tokens(chat, backend, is_abandoned)
+            return {"input_tokens": num_tokens}, ignored_fields(chat, backend.model)
 
         with told_under(lambda: names_of_messages(asked)):
             return await self._answer(request, answer)
@@ -90,12 +95,14 @@ class TokenizerEndpoints:
         """``POST /v1/responses/input_tokens``: how many tokens a prompt has, as OpenAI has it."""
         asked: InputRequest | None = None
 
-        def answer(raw: bytes, is_abandoned: Abandoned) -> Json:
+        def answer(raw: bytes, is_abandoned: Abandoned) -> Answer:
             nonlocal asked
             asked = parse_body(raw, InputRequest)
             backend = backend_for(self._serving, request, asked.model)
-            num_tokens = _num_tokens(chat_of_responses(asked), backend, is_abandoned)
-            return {"object": "response.input_tokens", "input_tokens": num_tokens}
+            chat = chat_of_responses(asked)
+            num_tokens = _num_tokens(chat, backend, is_abandoned)
+            counted: Json = {"object": "response.input_tokens", "input_tokens": num_tokens}
+            return counted, ignored_fields(chat, backend.model)
 
         with told_under(lambda: names_of_responses(asked)):
             return await self._answer(request, answer)
@@ -108,11 +115,13 @@ class TokenizerEndpoints:
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
             )
 
-            def work(is_abandoned: Abandoned) -> bytes:
-                return orjson.dumps(answer(raw, is_abandoned))
+            def work(is_abandoned: Abandoned) -> tuple[bytes, Sequence[str]]:
+                body, ignored = answer(raw, is_abandoned)
+                return orjson.dumps(body), ignored
 
-            data = await serving.lanes.run(len(raw), work)
-        return web.Response(body=data, content_type="application/json")
+            data, ignored = await serving.lanes.run(len(raw), work)
+        headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+        return web.Response(body=data, content_type="application/json", headers=headers)
 
 
 def _num_tokens(chat: ChatRequest, backend: Backend, is_abandoned: Abandoned) -> int:

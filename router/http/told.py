@@ -20,11 +20,16 @@ def told_under(names_of: Callable[[], Mapping[str, str]]) -> Iterator[None]:
         if error.param is not None:
             names = names_of()
             ours = _longest_within(error.param, names)
-            theirs = names.get(ours, ours)
-            error.param = theirs + error.param.removeprefix(ours)
+            error.param = told_as(error.param, names)
             if error.message.startswith(ours):
-                error.message = theirs + error.message.removeprefix(ours)
+                error.message = names.get(ours, ours) + error.message.removeprefix(ours)
         raise
+
+
+def told_as(param: str, names: Mapping[str, str]) -> str:
+    """The client's name of what is called ``param`` here."""
+    ours = _longest_within(param, names)
+    return names.get(ours, ours) + param.removeprefix(ours)
 
 
 def _longest_within(param: str, names: Mapping[str, str]) -> str:

@@ -6,9 +6,11 @@ The checks raise ValueError with the place of what is wrong, relative to their f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from router.http.hints import Api, OfferedTools, is_hosted
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -36,10 +38,14 @@ def allowed_tools_of(choice: object) -> AllowedTools | None:
         raise ValueError("allows none of the tools. Fix: send a list of at least one")
     names = []
     for index, tool in enumerate(tools):
+        if isinstance(tool, Mapping) and is_hosted(tool.get("type"), Api.CHAT):
+            continue
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or tool.get("type") != "function":
             raise ValueError(f'allows tools[{index}], which is none. Fix: send the type "function"')
         names.append(_checked_name(f"has tools[{index}], whose name", function.get("name")))
+    if not names:
+        raise ValueError("allows hosted tools alone, which are not here. Fix: allow a function")
     return AllowedTools(names=frozenset(names), is_required=mode == "required")
 
 
@@ -48,7 +54,15 @@ def checked_choice(
 ) -> str | dict[str, Any] | None:
     """``tool_choice``, whose allowed tools, if it has some, are named."""
     allowed_tools_of(value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if is_hosted(kind, Api.CHAT):
+        raise ValueError(requires(kind))
     return value
+
+
+def requires(kind: object) -> str:
+    """Why a choice of a hosted tool of the type ``kind`` is refused."""
+    return f"requires a tool of the type {kind!r}, which is not here. Fix: choose a function"
 
 
 def listed_tools(value: object) -> list[Any] | None:
@@ -58,37 +72,63 @@ def listed_tools(value: object) -> list[Any] | None:
     return value
 
 
-def checked_tools(value: object) -> list[dict[str, Any]] | None:
-    """``tools``: null, or a list of functions with names of their own."""
+def offered_of(
+    value: object, api: Api, function_of: Callable[[int, object], dict[str, Any]]
+) -> OfferedTools | None:
+    """``tools`` of any API: null, or a list; those that are hosted elsewhere are left out.
+
+    Args:
+        value: as it was sent.
+        api: whose hosted tools there may be.
+        function_of: makes any other tool one of a chat request; it is given its place, too.
+    """
     tools = listed_tools(value)
+    if tools is None:
+        return None
+    functions, places, hosted = [], [], []
+    for place, tool in enumerate(tools):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if is_hosted(kind, api):
+            hosted.append(str(kind))
+        else:
+            functions.append(function_of(place, tool))
+            places.append(place)
+    return OfferedTools(functions, places, hosted)
+
+
+def checked_tools(value: object) -> OfferedTools | None:
+    """``tools``: null, or a list of functions with names of their own."""
     names: set[str] = set()
-    for index, tool in enumerate(tools or ()):
-        name = _checked_tool(index, tool)
+
+    def checked(index: int, tool: object) -> dict[str, Any]:
+        function = _checked_tool(index, tool)
+        name = function["function"]["name"]
         if name in names:
             raise ValueError(
-                f"[{index}].function.name is {name!r} a second time; name it otherwise"
+                f"[{index}].function.name is {name!r} a second time. Fix: name it otherwise"
             )
         names.add(name)
-    return tools
+        return function
+
+    return offered_of(value, Api.CHAT, checked)
 
 
-def _checked_tool(index: int, tool: object) -> str:
-    """The tool's name."""
+def _checked_tool(index: int, tool: object) -> dict[str, Any]:
     if not isinstance(tool, dict):
         raise ValueError(f'[{index}] must be an object of type "function"')
     if tool.get("type") != "function":
-        raise ValueError(f'[{index}].type is {tool.get("type")!r}; it must be "function"')
+        raise ValueError(f'[{index}].type is {tool.get("type")!r}. Fix: send the type "function"')
     function = tool.get("function")
     if not isinstance(function, dict):
         raise ValueError(f"[{index}].function must be an object with a name")
-    name = _checked_name(f"[{index}].function.name", function.get("name"))
+    _checked_name(f"[{index}].function.name", function.get("name"))
     if not isinstance(function.get("description"), str | None):
         raise ValueError(f"[{index}].function.description must be a string")
     if not isinstance(function.get("parameters"), dict | None):
         raise ValueError(f"[{index}].function.parameters must be an object")
     if not isinstance(function.get("strict"), bool | None):
         raise ValueError(f"[{index}].function.strict must be true or false")
-    return name
+    return tool
 
 
 def _checked_name(where: str, name: object) -> str:

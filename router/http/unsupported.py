@@ -2,7 +2,8 @@
 
 Three kinds of fields are not honoured here. Those that other servers know and that change an answer
 are refused by name. Those that are a known field misspelt, or its name elsewhere, are refused with
-the right name. All other unknown fields are ignored, and named in a header of the answer.
+the right name. All other unknown fields are ignored, as hints are and switches that nobody reads,
+and named in a header of the answer.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from router.errors import RequestError
 from router.http.conversation import template_for
 from router.http.output_forms import FIELDS
 from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
+from router.http.told import told_as
 from router.model import ServedModel
 from runtime.config.templates import FIELD, SHIPPED
 
-IGNORED_HEADER = "x-tandem-ignored-fields"
 MAX_UNKNOWN = 64
 MAX_NAME = 64
 _ALIKE = 0.85
@@ -43,7 +44,6 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
     "web_search_options": (),
     "audio": (),
     "moderation": (),
-    "prompt_cache_options": ({}, {"mode": "implicit"}),
     "lora_path": (),
     "lora_request": (),
     "lora_name": (),
@@ -57,10 +57,9 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
     "max_reasoning_tokens": (),
 }
 """Fields of other servers that change an answer, each with the values that do not, besides null."""
-_TEMPLATE_SWITCHES = (
-    *("reasoning_effort", "verbosity"),
-    *("enable_thinking", "thinking", "thinking_budget"),
-)
+REASONING_SWITCHES = ("thinking", "enable_thinking")
+"""By which chat templates let a model reason, or not."""
+_TEMPLATE_SWITCHES = (*REASONING_SWITCHES, "reasoning_effort", "thinking_budget", "verbosity")
 """Fields that reach the chat template, of the body or of chat_template_kwargs."""
 _OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -74,16 +73,6 @@ _OTHER_NAMES = {
     "num_return_sequences": "n",
     "random_seed": "seed",
 }
-_HARMLESS = frozenset(
-    {
-        *("user", "metadata", "store", "safety_identifier", "prediction"),
-        *("prompt_cache_retention", "parallel_tool_calls"),
-        *("request_id", "rid", "stream_reasoning", "mm_processor_kwargs", "kv_transfer_params"),
-        *("bootstrap_host", "bootstrap_port", "bootstrap_room", "guided_decoding_backend"),
-        *("spaces_between_special_tokens", "vllm_xargs", "return_tokens_as_token_ids"),
-    }
-)
-"""They mean nothing here and change no answer."""
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:
@@ -123,41 +112,81 @@ def _is_implied(request: GenerationRequest, name: str, value: object) -> bool:
     )
 
 
-def refuse_switches(request: ChatRequest, read_by_template: frozenset[str]) -> None:
-    """Refuse switches that the chat template does not read: nobody else would.
+def refuse_switches(request: ChatRequest, model: ServedModel) -> None:
+    """Refuse to reason on where the client wants it off and no switch of the template's does it.
 
     Raises:
         RequestError: names the field.
     """
-    fields = request.model_extra or {}
-    for path, values in (
-        ("", fields),
-        ("chat_template_kwargs.", request.chat_template_kwargs or {}),
-    ):
-        for name in _TEMPLATE_SWITCHES:
-            if values.get(name) is not None and name not in read_by_template:
-                raise RequestError(
-                    f"{path}{name} = {_short(values[name])!r}: the model's chat template does not "
-                    "read it, so it would change nothing. Fix: leave it out",
-                    param=path + name,
-                    code="unsupported_value",
-                )
+    if model.formats.reasoning is None:
+        return
+    for path, name, value in _unread_switches(request, model):
+        if name in REASONING_SWITCHES and not _is_on(value):
+            raise RequestError(
+                f"{path} = {_short(value)!r}: the model's chat template has no such switch, so the "
+                "model would reason all the same. Fix: leave it out",
+                param=path,
+                code="unsupported_value",
+            )
 
 
-def template_variables(request: ChatRequest) -> dict[str, Any]:
-    """What the body tells the chat template."""
-    fields = request.model_extra or {}
-    switches = {n: fields[n] for n in _TEMPLATE_SWITCHES if fields.get(n) is not None}
+def _unread_switches(request: ChatRequest, model: ServedModel) -> list[tuple[str, str, Any]]:
+    """Paths, names and values of switches that the chat template does not read: nobody does."""
+    template = template_for(request, model)
+    read = template.variables if template is not None else frozenset()
+    fields, told = request.model_extra or {}, request.chat_template_kwargs or {}
+    is_switched = _switches_of(fields, read).keys() & read & {*REASONING_SWITCHES}
+    return [
+        (prefix + name, name, values[name])
+        for prefix, values in (("", fields), ("chat_template_kwargs.", told))
+        for name in _TEMPLATE_SWITCHES
+        if values.get(name) is not None
+        and name not in read
+        and not (isinstance(values[name], Mapping) and is_switched)
+    ]
+
+
+def template_variables(request: ChatRequest, read: frozenset[str]) -> dict[str, Any]:
+    """What the body tells a chat template that reads the variables ``read``."""
+    switches = _switches_of(request.model_extra or {}, read)
     return {**switches, **(request.chat_template_kwargs or {})}
 
 
-def ignored_fields(request: GenerationRequest) -> list[str]:
-    """Names of fields that nobody here knows, fit for a header."""
+def _switches_of(fields: Mapping[str, Any], read: frozenset[str]) -> dict[str, Any]:
+    found = {n: fields[n] for n in _TEMPLATE_SWITCHES if fields.get(n) is not None}
+    thinking = found.get("thinking")
+    if isinstance(thinking, Mapping):  # as the APIs of DeepSeek, GLM and Kimi have it
+        del found["thinking"]
+        found |= {name: _is_on(thinking) for name in REASONING_SWITCHES if name in read}
+    return found
+
+
+def _is_on(value: object) -> bool:
+    """Whether a switch lets the model reason."""
+    return value.get("type") != "disabled" if isinstance(value, Mapping) else bool(value)
+
+
+def ignored_fields(
+    request: GenerationRequest, model: ServedModel, left_out: Sequence[str] = ()
+) -> list[str]:
+    """Fields that change nothing, and those of ``left_out``, as the client knows them."""
+    unknown = [name[:MAX_NAME] for name in _unknown_fields(request)]
+    found = [*request.ignored, *unknown, *left_out]
+    if isinstance(request, ChatRequest):
+        found += request.tools.ignored if request.tools is not None else ()
+        found += [path for path, _, _ in _unread_switches(request, model)]
+    elif request.model_extra:
+        found += [name for name in _TEMPLATE_SWITCHES if request.model_extra.get(name) is not None]
+    told = [told_as(name, request.client_names) for name in dict.fromkeys(found)]
+    return [re.sub(r"[^A-Za-z0-9_.$\[\]-]", "?", name) for name in told]
+
+
+def _unknown_fields(request: GenerationRequest) -> list[str]:
+    """Names of fields that nobody here knows."""
     if not request.model_extra:
         return []
-    known = {*FIELDS, *_CONSTRAINTS, *_NEUTRAL, *_TEMPLATE_SWITCHES, *_HARMLESS}
-    unknown = [name for name in request.model_extra or {} if name not in known]
-    return [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:MAX_NAME]) for name in unknown]
+    known = {*FIELDS, *_CONSTRAINTS, *_NEUTRAL, *_TEMPLATE_SWITCHES}
+    return [name for name in request.model_extra if name not in known]
 
 
 def _refuse_of_completion(request: CompletionRequest) -> None:
@@ -171,6 +200,12 @@ def _refuse_of_chat(request: ChatRequest) -> None:
     if request.function_call not in (None, "none", "auto"):
         raise _unsupported("function_call", request.function_call, "send tools and tool_choice")
     _refuse_choice(request)
+    if request.max_tool_calls is not None and request.max_tool_calls < 1:
+        raise RequestError(
+            f"max_tool_calls = {request.max_tool_calls} is out of range. Fix: send an integer from "
+            '1 on, or tool_choice = "none"',
+            param="max_tool_calls",
+        )
     if request.functions and request.function_call != "none":
         raise _unsupported("functions", f"{len(request.functions)} of them", "send them as tools")
     for index, message in enumerate(request.messages):
@@ -207,7 +242,7 @@ def refuse_unread(request: ChatRequest, model: ServedModel) -> None:
     template = template_for(request, model)
     assert template is not None
     read_by_template = template.variables
-    refuse_switches(request, read_by_template)
+    refuse_switches(request, model)
     if request.tools and request.tool_choice != "none":
         number = f"{len(request.tools)} of them"
         if "tools" not in read_by_template:
@@ -236,10 +271,10 @@ def refuse_unread(request: ChatRequest, model: ServedModel) -> None:
 
 
 def _refuse_misspelt(request: GenerationRequest) -> None:
-    fields = ignored_fields(request)
+    fields = _unknown_fields(request)
     if len(fields) > MAX_UNKNOWN:
         raise RequestError(
-            f"the body has {len(fields)} unknown fields, the first is {fields[0]}. "
+            f"the body has {len(fields)} unknown fields, the first is {fields[0][:MAX_NAME]!r}. "
             f"Fix: send at most {MAX_UNKNOWN}"
         )
     known = [*type(request).model_fields, *FIELDS, *_NEUTRAL, *_CONSTRAINTS, *_TEMPLATE_SWITCHES]
@@ -271,6 +306,5 @@ def unknown_fields() -> dict[str, list[str]]:
     """Fields that no request has and that are known all the same, by what becomes of them."""
     return {
         "refused, but for values that change nothing": sorted({*_CONSTRAINTS, *_NEUTRAL}),
-        "read by some chat templates, else refused": sorted(_TEMPLATE_SWITCHES),
-        "of no meaning here": sorted(_HARMLESS),
+        "read by some chat templates, else ignored": sorted(_TEMPLATE_SWITCHES),
     }

@@ -76,8 +76,8 @@ def mark_table(tokenizer: Tokenizer, marks: Iterable[str]) -> MarkTable:
 class MarkFinder:
     """Cuts one choice's text at marks.
 
-    Tokens are told first and their text comes later, cut in any way: what stands between (stop
-    strings) may hold text back or end it, never change it.
+    Tokens are told first and their text comes later, cut in any way: what stands between may hold
+    text back or end it, never change it.
     """
 
     __slots__ = ("_awaited", "_by_id", "_held", "_num_done", "_num_told", "_pattern", "_spelled")

@@ -1,8 +1,8 @@
 """A choice's tokens as text: detokenized, cut at stop strings, read as a message, with details.
 
-Stop strings are looked for in all that the model writes, reasoning and calls included. Text that is
-held back (an unfinished character, the possible beginning of a stop string or of a mark) takes the
-details of its tokens with it: they come out with the next text or at the end.
+Stop strings are looked for in all that is no reasoning, calls included. Text that is held back (an
+unfinished character, the possible beginning of a stop string or of a mark) takes the details of its
+tokens with it: they come out with the next text or at the end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from router.text.calls.events import Content
 from router.text.detokenizer import Detokenizer
-from router.text.message import MessageReader, Part
+from router.text.message import MessageReader
+from router.text.parts import Part
 from router.text.pieces import JsonPieces
 from router.text.stops import StopStrings
 from router.text.tokenizer import Vocabulary
@@ -65,7 +66,6 @@ class ChoiceText:
         "finished",
         "json_pieces",
         "num_tokens",
-        "stopped_by",
     )
 
     def __init__(
@@ -80,6 +80,8 @@ class ChoiceText:
         self._detokenizer = Detokenizer(self._pieces)
         self._reader = reader
         self._stops = StopStrings(options.stops, include=options.include_stop)
+        if reader is not None and options.stops:
+            reader.watch(self._stops)
         self._options = options
         self._is_plain = not (options.stops or options.keep_tokens or reader)
         """Every token's text goes out at once, and nothing but the text."""
@@ -93,8 +95,6 @@ class ChoiceText:
         self._num_reasoning_tokens = 0
         self.num_tokens = 0
         """Output tokens so far, stop tokens included."""
-        self.stopped_by: str | None = None
-        """The stop string that ended the output, once one did."""
         self.finished = False
 
     def feed(
@@ -121,18 +121,24 @@ class ChoiceText:
                 self._logprobs.extend(logprobs[position : position + 1])
             if finish is FinishReason.STOP and position == last:
                 break  # a stop token is counted but is no text
-            more, stopped = self._add_token(token_id)
+            more, ends = self._add_token(token_id)
             text += more
-            if stopped:
-                return self._piece(text, self._reason(None))
+            if ends:
+                return self._end(text, None)
         if finish is None:
             return self._piece(text, None)
-        more, stopped = self._add_text(self._detokenizer.flush())
-        rest = more if stopped else more + self._stops.flush()
+        rest = self._detokenizer.flush()
         if self._reader is not None:
             self._reader.feed(rest)
-            rest = ""
-        return self._piece(text + rest, self._reason(None if stopped else finish))
+        else:
+            more, stopped = self._add_text(rest)
+            text += more if stopped else more + self._stops.flush()
+        return self._end(text, finish)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the output, once one did."""
+        return self._stops.stopped
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -148,17 +154,23 @@ class ChoiceText:
         text, reader = self._detokenizer.feed(token_id), self._reader
         if reader is None:
             return self._add_text(text)
-        reader.tell(token_id, len(text))
-        more, stopped = self._add_text(text) if self._options.stops else (text, False)
-        reader.feed(more)
-        return "", stopped or reader.is_full
+        stops_count = self.num_tokens > self._options.min_tokens
+        reader.tell(token_id, len(text), stops_count=stops_count)
+        reader.feed(text)
+        return "", reader.is_full
 
     def _add_text(self, text: str) -> tuple[str, bool]:
         if self.num_tokens <= self._options.min_tokens:
             return text, False
         result = self._stops.feed(text)
-        self.stopped_by = result.stopped
         return result.text, result.stopped is not None
+
+    def _end(self, text: str, finish: FinishReason | None) -> Piece | None:
+        """The last piece; ``finish`` None: the output ends for what it says."""
+        self.finished = True
+        if self._reader is not None:
+            self._reader.flush(is_cut=finish is FinishReason.LENGTH)
+        return self._piece(text, self._reason(None if self.stopped_by is not None else finish))
 
     def _reason(self, finish: FinishReason | None) -> str:
         """Why the output ended; ``finish`` None: for what it says, not by its last token."""
@@ -170,7 +182,6 @@ class ChoiceText:
         return "tool_calls"
 
     def _piece(self, text: str, finish_reason: str | None) -> Piece | None:
-        self.finished = finish_reason is not None
         parts = None
         if self._reader is not None:
             parts = self._take_parts(self._reader)
@@ -186,10 +197,8 @@ class ChoiceText:
 
     def _take_parts(self, reader: MessageReader) -> list[Part]:
         """What is known; a reader that has nothing left to tell apart is let go of."""
-        if self.finished:
-            reader.flush()
-        elif reader.is_over:
-            reader.flush()
+        if reader.is_over and not self.finished:
+            reader.let_go()
             self._num_reasoning_tokens = reader.num_reasoning_tokens
             self._reader = None
             self._is_plain = not (self._options.stops or self._options.keep_tokens)

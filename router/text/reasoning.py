@@ -3,7 +3,8 @@
 The template may have opened the reasoning already (its prompt ends with the opening mark), may have
 closed it (a switch of the request turned it off), or leaves it to the model, whose answer then
 begins with the opening mark or has no reasoning. A mark anywhere else is text: reasoning happens
-once, and first.
+once, and first. A model may leave out the closing mark and go on with a call: the call ends it.
+It may leave out the opening mark of thoughts that it does not have: the closing mark is no text.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Boundary(NamedTuple):
 class ReasoningParser:
     """Watches one choice's items; what is no reasoning is passed on."""
 
-    __slots__ = ("_before", "_format", "_state")
+    __slots__ = ("_before", "_format", "_lacks_end", "_state")
 
     def __init__(self, fmt: ReasoningFormat, start: Start) -> None:
         """``start``: where the output begins."""
@@ -95,6 +96,8 @@ class ReasoningParser:
         self._state = start
         self._before = ""
         """White space that may yet come before the opening mark."""
+        self._lacks_end = False
+        """It is over, and its closing mark may yet come."""
 
     @property
     def is_over(self) -> bool:
@@ -106,16 +109,26 @@ class ReasoningParser:
         """Whether the model is reasoning."""
         return self._state is Start.OPEN
 
+    def is_closing(self, item: Item) -> bool:
+        """Whether ``item`` ends the reasoning that is open."""
+        return item == Mark(self._format.closing)
+
+    def end(self) -> None:
+        """What follows is no reasoning, though no mark says so."""
+        self._state, self._lacks_end = Start.CLOSED, True
+
     def feed(self, item: Item) -> Iterator[Item | Reasoning | Boundary]:
         """What ``item`` is."""
         if self._state is Start.OPEN:
-            if item == Mark(self._format.closing):
+            if self.is_closing(item):
                 self._state = Start.CLOSED
                 yield Boundary()
             else:
                 yield Reasoning(text_of(item))
         elif self._state is Start.UNDECIDED:
             yield from self._decide(item)
+        elif self._lacks_end and self.is_closing(item):
+            self._lacks_end = False
         else:
             yield item
 
@@ -129,8 +142,8 @@ class ReasoningParser:
             self._before += item
             return
         before, self._before = self._before, ""
-        if item == Mark(self._format.opening):
-            self._state = Start.OPEN
+        if item == Mark(self._format.opening) or self.is_closing(item):
+            self._state = Start.CLOSED if self.is_closing(item) else Start.OPEN
             yield Boundary()
             return
         self._state = Start.CLOSED

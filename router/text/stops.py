@@ -2,13 +2,17 @@
 
 Text that may be the beginning of a stop string is held back until it is known not to be. The result
 does not depend on how the text is cut into pieces: of all stop strings the one that ends first
-wins, and of those that end together the longest.
+wins, and of those that end together the longest. Where there are marks in the text, they come out
+whole, or a stop string has cut them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from router.text.marks import Item, Mark, text_of
 
 
 class StopResult(NamedTuple):
@@ -23,7 +27,7 @@ class StopResult(NamedTuple):
 class StopStrings:
     """Watches one choice's text. After a stop it must not be fed again."""
 
-    __slots__ = ("_held", "_include", "_stops")
+    __slots__ = ("_held", "_include", "_stops", "stopped")
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """``stops`` are not empty strings; with ``include`` the stop string stays in the text."""
@@ -31,6 +35,8 @@ class StopStrings:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
+        self.stopped: str | None = None
+        """The stop string that ended the text, once one did."""
 
     def feed(self, piece: str) -> StopResult:
         """Add ``piece``; returns what can no longer become part of a stop string."""
@@ -43,6 +49,7 @@ class StopStrings:
         if found is not None:
             start, stop = found
             self._held = ""
+            self.stopped = stop
             return StopResult(text[: start + len(stop) if self._include else start], stop)
         keep = self._partial_match(text)
         self._held = text[len(text) - keep :]
@@ -71,3 +78,49 @@ class StopStrings:
                     longest = length
                     break
         return longest
+
+
+class StoppedItems:
+    """The same over items."""
+
+    __slots__ = ("_items", "_num_free", "_stops")
+
+    def __init__(self, stops: StopStrings) -> None:
+        """``stops`` are told of nothing else from here on."""
+        self._stops = stops
+        self._items: deque[Item] = deque()
+        """That are held back, the first of them perhaps in part."""
+        self._num_free = 0
+        """Characters of a mark that are set free while its end is not."""
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop string ended the text; nothing may be fed then."""
+        return self._stops.stopped is not None
+
+    def feed(self, item: Item) -> Iterator[Item]:
+        """What is sure now, with ``item`` added."""
+        self._items.append(item)
+        yield from self._set_free(len(self._stops.feed(text_of(item)).text))
+        if self.has_stopped and self._num_free:
+            cut = text_of(self._items.popleft())[: self._num_free]
+            self._num_free = 0
+            yield cut
+
+    def flush(self) -> Iterator[Item]:
+        """What was held back, at the end of the output."""
+        yield from self._set_free(len(self._stops.flush()))
+
+    def _set_free(self, num_chars: int) -> Iterator[Item]:
+        self._num_free += num_chars
+        while self._num_free:
+            item = self._items.popleft()
+            text = text_of(item)
+            if len(text) > self._num_free:
+                if isinstance(item, Mark):
+                    self._items.appendleft(item)
+                    return
+                self._items.appendleft(text[self._num_free :])
+                item = text[: self._num_free]
+            self._num_free -= len(text_of(item))
+            yield item

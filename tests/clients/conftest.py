@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
+from tests.clients.tool_template import model_with_tools
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 
@@ -28,8 +29,10 @@ RunClient = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for all clients, with tools."""
+    model = model_with_tools(MODEL_DIR, tmp_path_factory.mktemp("model"))
     config = ClusterConfig(
-        model=ModelSection(path=str(MODEL_DIR), name="tandem-python"),
+        model=ModelSection(path=str(model), name="tandem-python"),
         prefill=PrefillSection(num_blocks=64),
         decode=DecodeSection(num_blocks=64),
     )

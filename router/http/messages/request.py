@@ -6,23 +6,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
-from router.errors import RequestError
+from router.http.fields import Integer, neutral
+from router.http.hints import Api, Body, OfferedTools
 from router.http.messages.tools import ToolChoice, tool_choice_of, tools_of
 from router.http.messages.turns import Turns, text_of, turns_of
 from router.http.response import Json
-from router.http.schema import ChatRequest, neutral, validated
+from router.http.schema import ChatRequest, validated
 from router.http.told import turns_told
+from router.http.unsupported import REASONING_SWITCHES
 from router.model import ServedModel
 
 _NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "tools.function": "tools",
 }
 """Fields of a chat request that have another name here."""
-_SWITCHES = ("thinking", "enable_thinking")
-"""By which chat templates let a model think, or not."""
-BUDGET = "thinking.budget_tokens"
 
 
 def _system(value: object) -> str | None:
@@ -35,7 +36,7 @@ class Thinking(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: Integer | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -51,24 +52,23 @@ class OutputConfig(BaseModel):
 _Unsupported = Annotated[None, neutral([], {}, {"type": "none"}, {"type": "disabled"})]
 
 
-class CountRequest(BaseModel):
+class CountRequest(Body):
     """``POST /v1/messages/count_tokens``: all of which a prompt is made."""
+
+    api = Api.MESSAGES
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
     model: str | None = None
     messages: Annotated[Turns, PlainValidator(turns_of)]
     system: Annotated[str | None, PlainValidator(_system)] = None
-    tools: Annotated[list[Json] | None, PlainValidator(tools_of)] = None
+    tools: Annotated[OfferedTools | None, PlainValidator(tools_of)] = None
     tool_choice: Annotated[ToolChoice | None, PlainValidator(tool_choice_of)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # Harmless: they change no answer here.
-    cache_control: dict[str, Any] | None = None
     speed: Annotated[None, neutral("standard")] = None
     user_profile_id: _Unsupported = None
     workspace_id: _Unsupported = None
-    context_management: _Unsupported = None
     mcp_servers: _Unsupported = None
     output_format: _Unsupported = None
 
@@ -76,17 +76,14 @@ class CountRequest(BaseModel):
 class MessagesRequest(CountRequest):
     """``POST /v1/messages``; ranges are checked in the chat request that it becomes."""
 
-    max_tokens: int
+    max_tokens: Integer
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     service_tier: str | None = None
-    # Harmless: it changes no answer here.
-    metadata: dict[str, Any] | None = None
     container: _Unsupported = None
-    diagnostics: _Unsupported = None
     inference_geo: _Unsupported = None
 
     @property
@@ -107,15 +104,10 @@ def names_of(request: CountRequest | None) -> dict[str, str]:
         beginning="system" if request.system else "",
         call_id="tool_use_id",
     )
-    return {**_NAMES, **turns, **_names_of_tools(len(request.tools or ()))}
-
-
-def _names_of_tools(num_tools: int) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for number in range(num_tools):
-        function = f"tools[{number}].function"
-        found |= {function: f"tools[{number}]"}
-        found |= {f"{function}.parameters": f"tools[{number}].input_schema"}
+    found = {**_NAMES, **turns}
+    for ours, theirs in (request.tools.names() if request.tools is not None else {}).items():
+        found |= {ours: theirs, f"{ours}.function": theirs}
+        found[f"{ours}.function.parameters"] = f"{theirs}.input_schema"
     return found
 
 
@@ -131,8 +123,9 @@ def as_chat(request: CountRequest, model: ServedModel) -> ChatRequest:
         "messages": [*system, *request.messages.messages],
         "tools": request.tools,
         "continue_final_message": request.messages.ends_with_assistant,
-        **_thinking(request, model),
     }
+    switches, unread = _thinking(request, model)
+    fields["chat_template_kwargs"] = switches or None
     if request.tool_choice is not None:
         fields["tool_choice"] = request.tool_choice.tool_choice
         fields["parallel_tool_calls"] = request.tool_choice.parallel_tool_calls
@@ -148,39 +141,36 @@ def as_chat(request: CountRequest, model: ServedModel) -> ChatRequest:
             fields[name] = getattr(request, name)
         if model.formats.reasoning is not None and not request.tells_thoughts:
             fields["include_reasoning"] = False
-    return validated({n: value for n, value in fields.items() if value is not None}, ChatRequest)
+    chat = validated({n: value for n, value in fields.items() if value is not None}, ChatRequest)
+    chat.ignored.extend([*request.ignored, *unread])
+    if request.tools is not None:
+        chat.ignored.extend(request.tools.ignored)
+    chat.client_names = names_of(request)
+    return chat
 
 
-def _thinking(request: CountRequest, model: ServedModel) -> Json:
-    """What turns the model's thoughts on or off.
+def _thinking(request: CountRequest, model: ServedModel) -> tuple[Json, list[str]]:
+    """What tells the chat template whether to think, how much, and fields that nobody reads.
 
-    A budget is told to a template that reads one; to others it is an unknown field, which the
-    answer's headers say is ignored.
+    Thoughts that are not wanted are left out of the answer, whether they can be turned off or not.
     """
     thinking = request.thinking
     if thinking is None:
-        return {}
+        return {}, []
     wanted = thinking.type != "disabled"
-    if wanted and model.formats.reasoning is None:
-        raise RequestError(
-            f"thinking.type = {thinking.type!r} is not supported: the model has no known "
-            "reasoning. Fix: leave it out",
-            param="thinking.type",
-            code="unsupported_value",
-        )
     offers_tools = request.tools and (
         request.tool_choice is None or request.tool_choice.tool_choice != "none"
     )
     template = model.tool_template if offers_tools else model.chat_template
     variables = template.variables if template is not None else frozenset()
-    switches: Json = {name: wanted for name in _SWITCHES if name in variables}
-    told: Json = {}
+    switches: Json = {name: wanted for name in REASONING_SWITCHES if name in variables}
+    if wanted and model.formats.reasoning is None:
+        return switches, ["thinking"]
     if wanted and thinking.budget_tokens is not None:
-        if "thinking_budget" in variables:
-            switches["thinking_budget"] = thinking.budget_tokens
-        else:
-            told[BUDGET] = thinking.budget_tokens
-    return {**told, "chat_template_kwargs": switches} if switches else told
+        if "thinking_budget" not in variables:
+            return switches, ["thinking.budget_tokens"]
+        switches["thinking_budget"] = thinking.budget_tokens
+    return switches, []
 
 
 def _response_format(config: OutputConfig) -> Json | None:

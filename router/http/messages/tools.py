@@ -9,30 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from router.http.hints import Api, OfferedTools
 from router.http.response import Json
-from router.http.tools import listed_tools
+from router.http.tools import offered_of
 
-_HARMLESS: Mapping[str, tuple[object, ...]] = {
-    "type": ("custom",),
-    "cache_control": ({"type": "ephemeral"},),
-    "eager_input_streaming": (True, False),
-    "defer_loading": (False,),
-    "allowed_callers": (["direct"],),
-    "input_examples": ([],),
-}
-"""Fields of a tool that change nothing here, with the values that do not."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def tools_of(value: object) -> list[Json] | None:
-    """``tools``: null, or functions; tools of the provider's own are refused."""
-    tools = listed_tools(value)
-    if tools is None:
-        return None
-    return [_tool(f"[{number}]", tool) for number, tool in enumerate(tools)]
+def tools_of(value: object) -> OfferedTools | None:
+    """``tools``: null, or functions; tools of the provider's own are left out."""
+    return offered_of(value, Api.MESSAGES, _tool)
 
 
-def _tool(where: str, tool: object) -> Json:
+def _tool(place: int, tool: object) -> Json:
+    where = f"[{place}]"
     if not isinstance(tool, Mapping):
         raise ValueError(f"{where} must be an object with a name and an input_schema")
     kind = tool.get("type")
@@ -40,9 +30,7 @@ def _tool(where: str, tool: object) -> Json:
         fix = 'Fix: send tools of the type "custom"'
         raise ValueError(f"{where}.type = {kind!r} is not supported by this server. {fix}")
     for name, value in tool.items():
-        if name in ("name", "description", "input_schema", "strict") or value is None:
-            continue
-        if name == "cache_control" or value in _HARMLESS.get(name, ()):
+        if name in ("type", "name", "description", "input_schema", "strict") or value is None:
             continue
         raise ValueError(f"{where}.{name} is not supported by this server. Fix: leave it out")
     if not isinstance(tool.get("input_schema"), Mapping):

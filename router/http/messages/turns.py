@@ -18,8 +18,6 @@ from router.http.response import Json
 FAILED_RESULT = "Error: "
 """Goes before the result of a tool that failed: chat templates have no other word for it."""
 _ROLES = ("user", "assistant", "system")
-_IGNORED = ("type", "cache_control")
-"""Of any block: every prefix is cached anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +194,7 @@ def _refuse_others(
 ) -> None:
     """Refuse fields that nobody here reads, but for null and values that say nothing."""
     for name, value in block.items():
-        if name in known or name in _IGNORED or value is None:
+        if name in known or name == "type" or value is None:
             continue
         if value not in (harmless or {}).get(name, ()):
             raise ValueError(f"{where}.{name} is not supported by this server. Fix: leave it out")

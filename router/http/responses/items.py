@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _ROLES = ("user", "system", "developer", "assistant")
-_TEXTS = ("input_text", "output_text")
+_TEXTS = {"input_text": "text", "output_text": "text"}
+"""Parts that are texts, and the field that each has its text in."""
+_OF_ASSISTANT = {**_TEXTS, "refusal": "refusal"}
+"""What it refused once is what it said."""
 _OF_ITEM = ("type", "id", "status")
 """Fields of any item that change no answer, but for the first."""
 
@@ -79,7 +82,8 @@ def _message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     if role not in _ROLES:
         raise ValueError(f"{where}.role is {role!r}; it must be one of {', '.join(_ROLES)}")
     _refuse_others(where, item, ("role", "content", "phase"))
-    return {"role": role, "content": _text(f"{where}.content", item.get("content"))}
+    kinds = _OF_ASSISTANT if role == "assistant" else _TEXTS
+    return {"role": role, "content": _text(f"{where}.content", item.get("content"), kinds)}
 
 
 def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def _reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     text = ""
     for name, kind in (("summary", "summary_text"), ("content", "reasoning_text")):
         if item.get(name):  # the thoughts themselves, where they are there
-            text = _text(f"{where}.{name}", item[name], (kind,))
+            text = _text(f"{where}.{name}", item[name], {kind: "text"})
     return {"role": "assistant", "content": None, "reasoning_content": text}
 
 
@@ -117,8 +121,8 @@ _READERS: Mapping[str, Callable[[str, Mapping[str, Any]], dict[str, Any]]] = {
 }
 
 
-def _text(where: str, content: object, kinds: tuple[str, ...] = _TEXTS) -> str:
-    """A string, or parts that are texts."""
+def _text(where: str, content: object, kinds: Mapping[str, str] = _TEXTS) -> str:
+    """A string, or parts of these ``kinds``, each of which has its text in a field."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -126,14 +130,16 @@ def _text(where: str, content: object, kinds: tuple[str, ...] = _TEXTS) -> str:
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in kinds:
+        name = kinds.get(kind) if isinstance(kind, str) else None
+        if name is None:
             raise ValueError(
                 f"{where}[{number}].type = {kind!r} is not supported by this server. "
                 f"Fix: send {' or '.join(kinds)}"
             )
-        if not isinstance(part.get("text"), str):
-            raise ValueError(f"{where}[{number}].text must be a string")
-        texts.append(part["text"])
+        text = part.get(name)
+        if not isinstance(text, str):
+            raise ValueError(f"{where}[{number}].{name} must be a string")
+        texts.append(text)
     return "".join(texts)
 
 

@@ -5,26 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
+from router.http.fields import Integer, neutral
+from router.http.hints import IGNORED_INCLUDES, Api, Body, OfferedTools, is_hosted
 from router.http.response import Json
 from router.http.responses.items import Conversation, conversation_of
-from router.http.schema import ChatRequest, neutral, validated
+from router.http.schema import ChatRequest, validated
 from router.http.told import turns_told
-from router.http.tools import allowed_tools_of, listed_tools
+from router.http.tools import allowed_tools_of, offered_of, requires
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
-"""The second changes nothing: thoughts come in the open, and can be sent back so."""
+_INCLUDABLE = (LOGPROBS, *IGNORED_INCLUDES)
 MAX_METADATA = 16
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
     "messages": "input",
+    "tools.function": "tools",
 }
 _OF_INPUT = ("model", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 _OF_OUTPUT = (
+    "max_tool_calls",
     *("stream", "temperature", "top_p", "top_logprobs", "top_k", "min_p", "seed", "stop"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("min_tokens", "ignore_eos", "stop_token_ids", "cache_salt", "service_tier", "priority"),
@@ -33,21 +38,18 @@ _OF_OUTPUT = (
 """Fields of a chat request that have the same name and meaning here."""
 
 
-def _tools(value: object) -> list[Json] | None:
+def _tools(value: object) -> OfferedTools | None:
     """``tools`` as a chat request has them."""
-    tools = listed_tools(value)
-    if tools is None:
-        return None
-    return [_tool(f"[{number}]", tool) for number, tool in enumerate(tools)]
+    return offered_of(value, Api.RESPONSES, _tool)
 
 
-def _tool(where: str, tool: object) -> Json:
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
+def _tool(place: int, tool: object) -> Json:
+    where, kind = f"[{place}]", tool.get("type") if isinstance(tool, Mapping) else None
     if not isinstance(tool, Mapping) or kind != "function":
         raise ValueError(f"{where}.type = {kind!r} is not supported. Fix: send function tools")
     known = ("name", "description", "parameters", "strict")
     for name, given in tool.items():
-        if name not in (*known, "type") and given not in (None, False, ["direct"]):
+        if name not in (*known, "type") and given not in (None, False):
             raise ValueError(f"{where}.{name} is not supported by this server. Fix: leave it out")
     # Templates write what is there, and the SDK's types want fields that say nothing.
     function = {name: tool[name] for name in known if tool.get(name) is not None}
@@ -58,9 +60,12 @@ def _tool_choice(value: object) -> str | Json | None:
     """``tool_choice`` as a chat request has it."""
     if value is None or (isinstance(value, str) and value in ("none", "auto", "required")):
         return value
-    if isinstance(value, Mapping) and value.get("type") == "function":
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if is_hosted(kind, Api.RESPONSES):
+        raise ValueError(requires(kind))
+    if isinstance(value, Mapping) and kind == "function":
         return {"type": "function", "function": {"name": value.get("name")}}
-    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+    if isinstance(value, Mapping) and kind == "allowed_tools":
         tools = value.get("tools")
         if isinstance(tools, list):
             tools = [_choosable(tool) for tool in tools]
@@ -115,7 +120,7 @@ class TextConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     format: dict[str, Any] | None = None
-    verbosity: Annotated[None, neutral("medium")] = None
+    verbosity: str | None = None
 
 
 class ReasoningConfig(BaseModel):
@@ -124,22 +129,20 @@ class ReasoningConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     effort: str | None = None
-    summary: Annotated[None, neutral("auto")] = None
-    generate_summary: Annotated[None, neutral("auto")] = None
     context: Annotated[None, neutral("auto")] = None
     mode: Annotated[None, neutral("standard")] = None
 
 
 class StreamConfig(BaseModel):
-    """``stream_options``."""
+    """``stream_options``, in which there are hints alone."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    include_obfuscation: Annotated[None, neutral(False)] = None
 
-
-class InputRequest(BaseModel):
+class InputRequest(Body):
     """``POST /v1/responses/input_tokens``: all of which a prompt is made."""
+
+    api = Api.RESPONSES
 
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
@@ -148,11 +151,10 @@ class InputRequest(BaseModel):
     instructions: str | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    tools: Annotated[list[Json] | None, PlainValidator(_tools)] = None
+    tools: Annotated[OfferedTools | None, PlainValidator(_tools)] = None
     tool_choice: Annotated[str | Json | None, PlainValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    truncation: Annotated[None, neutral("disabled")] = None
     previous_response_id: _Unsupported = None
     conversation: _Unsupported = None
     personality: _Unsupported = None
@@ -161,45 +163,41 @@ class InputRequest(BaseModel):
 class ResponsesRequest(InputRequest):
     """``POST /v1/responses``; ranges are checked in the chat request that it becomes."""
 
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_logprobs: int | None = None
-    include: Annotated[list[str], PlainValidator(_include)] = []
+    top_logprobs: Integer | None = None
+    include: Annotated[list[str], PlainValidator(_include)] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamConfig | None = None
     metadata: Annotated[dict[str, str] | None, PlainValidator(_metadata)] = None
-    # Harmless: they change no answer here.
-    store: bool | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: Integer | None = None
+    # They come back in the answer.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
     service_tier: str | None = None
     # Beyond OpenAI's API, as other engines name them.
-    top_k: int | None = None
+    top_k: Integer | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    min_tokens: int | None = None
+    min_tokens: Integer | None = None
     ignore_eos: bool | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: Integer | None = None
     # What needs answers to be stored, or is done nowhere here.
     background: _Unsupported = None
     background_options: _Unsupported = None
     prompt: _Unsupported = None
-    context_management: _Unsupported = None
     access_programs: _Unsupported = None
     image: _Unsupported = None
     moderation: _Unsupported = None
-    prompt_cache_options: Annotated[None, neutral({}, {"mode": "implicit"})] = None
 
 
 def names_of(request: InputRequest | None) -> dict[str, str]:
@@ -211,9 +209,9 @@ def names_of(request: InputRequest | None) -> dict[str, str]:
         beginning="instructions" if request.instructions else "",
         call_id="call_id",
     )
-    places = [f"tools[{number}]" for number in range(len(request.tools or ()))]
-    tools = {f"{place}.function": place for place in places}
-    return {**_NAMES, **turns, **tools}
+    tools = request.tools.names() if request.tools is not None else {}
+    functions = {f"{ours}.function": theirs for ours, theirs in tools.items()}
+    return {**_NAMES, **turns, **tools, **functions}
 
 
 def as_chat(request: InputRequest) -> ChatRequest:
@@ -226,13 +224,22 @@ def as_chat(request: InputRequest) -> ChatRequest:
     }
     if request.reasoning is not None:
         fields["reasoning_effort"] = request.reasoning.effort
+    if request.text is not None:
+        fields["verbosity"] = request.text.verbosity
     if isinstance(request, ResponsesRequest):
         fields |= {name: getattr(request, name) for name in _OF_OUTPUT}
         fields |= {
             "max_completion_tokens": request.max_output_tokens,
             "logprobs": LOGPROBS in request.include or None,
         }
-    return validated({n: value for n, value in fields.items() if value is not None}, ChatRequest)
+    chat = validated({n: value for n, value in fields.items() if value is not None}, ChatRequest)
+    chat.ignored.extend(request.ignored)
+    if isinstance(request, ResponsesRequest):
+        chat.ignored.extend(f"include.{name}" for name in request.include if name != LOGPROBS)
+    if request.tools is not None:
+        chat.ignored.extend(request.tools.ignored)
+    chat.client_names = names_of(request)
+    return chat
 
 
 def _response_format(request: InputRequest) -> Json | None:

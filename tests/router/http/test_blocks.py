@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from router.http.blocks import Begin, Block, BlockKind, Blocks, Delta, End
 from router.text.calls.events import Content
-from router.text.message import CallDelta, Part
 from router.text.output import Piece
+from router.text.parts import CallDelta, Part
 from router.text.reasoning import Reasoning
 
 TEXTS = st.text("ab\n", min_size=1, max_size=6)

@@ -152,6 +152,16 @@ async def test_unknown_urls_and_methods(http, cluster: Cluster) -> None:
         assert "POST" in (await response.json())["error"]["message"]
 
 
+async def test_a_slash_at_the_end_of_a_path_changes_nothing(http, cluster: Cluster) -> None:
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        async with http.post(path + "/", json=body) as response:
+            assert response.status == 200
+            assert (await response.json())["choices"]
+    for path in ("/v1/models/", f"/v1/models/{MODEL}/", "/ready/?model=" + MODEL, "/health//"):
+        async with http.get(path) as response:
+            assert response.status == 200, path
+
+
 async def test_the_sdk_sees_typed_errors(client, cluster: Cluster) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=MODEL, prompt="a " * 400)

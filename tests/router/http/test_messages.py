@@ -202,16 +202,12 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools[0].input_schema"),
         ({"tools": [TOOL]}, 400, "invalid_request_error", "tools"),
         ({"tools": [{**TOOL, "name": "a b"}]}, 400, "invalid_request_error", "tools[0].name"),
-        ({"tools": [SEARCH]}, 400, "invalid_request_error", "tools[0].type"),
+        ({"tools": [{"type": "mcp_toolset"}]}, 400, "invalid_request_error", "tools[0].type"),
+        ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers"),
+        ({"tools": [SEARCH, {"name": "f"}]}, 400, "invalid_request_error", "tools[1].input_schema"),
         ({"tools": [TOOL], "tool_choice": "any"}, 400, "invalid_request_error", "tool_choice"),
-        ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking.type"),
         ({"thinking": {"type": "nonsense"}}, 400, "invalid_request_error", "thinking.type"),
-        (
-            {"output_config": {"effort": "low"}},
-            400,
-            "invalid_request_error",
-            "output_config.effort",
-        ),
+        ({"contxt_management": {}}, 400, "invalid_request_error", "contxt_management"),
         ({"messages": [CALLS]}, 400, "invalid_request_error", "messages[0].content"),
         ({"messages": [*TURNS, CALLS, RESULTS]}, 400, "invalid_request_error", "messages[1]"),
         ({"messages": [RESULTS]}, 400, "invalid_request_error", "messages[0].tool_use_id"),
@@ -242,6 +238,11 @@ async def test_what_is_no_request_is_refused_in_the_same_shape(http, cluster: Cl
     async with http.post("/v1/messages", data=b"{") as response:
         assert response.status == 400
         assert (await response.json())["error"]["type"] == "invalid_request_error"
+    for path in ("/v1/messages/batches", "/v1/messages/"):
+        async with http.get(path) as response:
+            answer = await response.json()
+        assert response.status == (405 if path.endswith("/") else 404)
+        assert (answer["type"], set(answer["error"])) == ("error", {"type", "message"})
 
 
 def test_every_failure_has_a_type_that_clients_know() -> None:

@@ -108,3 +108,21 @@ def test_errors_of_nested_fields_name_them() -> None:
             b'{"prompt": "x", "stream_options": {"include_usage": "yes"}}', CompletionRequest
         )
     assert caught.value.param == "stream_options.include_usage"
+
+
+@pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
+def test_a_number_without_a_fraction_is_an_integer(
+    request_type: type[ChatRequest | CompletionRequest],
+) -> None:
+    """Some writers of JSON know one kind of numbers only."""
+    needed = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    for name in ("n", "max_tokens", "seed", "top_k", "priority"):
+        made = parse_body(orjson.dumps({**needed, name: 2.0}), request_type)
+        assert (getattr(made, name), type(getattr(made, name))) == (2, int)
+        for wrong in (2.5, "2", True):
+            with pytest.raises(RequestError, match=f"{name} = .* must be an integer"):
+                parse_body(orjson.dumps({**needed, name: wrong}), request_type)
+    made = parse_body(orjson.dumps({**needed, "stop_token_ids": [2.0, 3]}), request_type)
+    assert made.stop_token_ids == [2, 3]
+    with pytest.raises(RequestError, match=r"stop_token_ids\[1\] = 2.5"):
+        parse_body(orjson.dumps({**needed, "stop_token_ids": [2, 2.5]}), request_type)

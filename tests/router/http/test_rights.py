@@ -17,10 +17,10 @@ from runtime.net import Credentials
 from tests.router.conftest import Cluster, StartRouter
 from tests.router.fakes import SECRET
 
-OPERATIONS = ("/status", "/console/data", "/console")
+OPERATIONS = ("/status", "/status/", "/console/data", "/console")
 RECORDINGS = ("/experts", "/console/experts")
 """Which nobody can make of no workers: 409 for who may."""
-METRICS = ("/metrics", "/targets")
+METRICS = ("/metrics", "/targets", "/metrics/")
 BROWSER = {"Accept": "text/html,*/*;q=0.8"}
 
 
@@ -68,11 +68,11 @@ async def test_each_right_opens_its_own_paths(start_router: StartRouter, keys_fi
         assert await statuses(cluster, api, key) == {of_api}
         assert await statuses(cluster, METRICS, key) == {of_metrics}
         # The page itself asks for a key, whatever came.
-        assert await statuses(cluster, OPERATIONS[:2], key) == {of_operations}
+        assert await statuses(cluster, OPERATIONS[:3], key) == {of_operations}
         may_record = 409 if of_operations == 200 else of_operations
         assert await statuses(cluster, RECORDINGS, key) == {may_record}
         wanted = 200 if of_operations == 200 else 401
-        assert await statuses(cluster, OPERATIONS[2:], key) == {wanted}
+        assert await statuses(cluster, OPERATIONS[3:], key) == {wanted}
         assert await statuses(cluster, ("/health",), key) == {200}
 
 

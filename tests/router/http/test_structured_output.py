@@ -195,12 +195,13 @@ async def test_where_the_form_holds(http, cluster: Cluster) -> None:
 async def test_who_has_to_call(http, cluster: Cluster) -> None:
     cluster.answer = CALL_NOW + "\n" + CALL_NOW
     body = {"model": MODEL, "messages": [USER], "tools": [NOW, WEATHER]}
-    answer = await post(http, "/v1/chat/completions", {**body, "tool_choice": "required"})
+    many = {**body, "tool_choice": "required", "parallel_tool_calls": True}
+    answer = await post(http, "/v1/chat/completions", many)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 2
     several = constraint_of(cluster).grammar
     assert "weather" in literals(several)
     assert "now" in literals(several)
-    one = {**body, "tool_choice": "required", "parallel_tool_calls": False}
+    one = {**body, "tool_choice": "required"}
     answer = await post(http, "/v1/chat/completions", one)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert constraint_of(cluster).grammar != several

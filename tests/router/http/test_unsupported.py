@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,11 +12,15 @@ from router.errors import RequestError
 from router.http.schema import ChatRequest
 from router.http.unsupported import (
     MAX_UNKNOWN,
+    ignored_fields,
     refuse_switches,
     template_variables,
     unknown_fields,
 )
-from tests.router.conftest import MODEL, Cluster
+from router.model import load_served_model
+from runtime.config import ModelSection
+from tests.router.conftest import MODEL, Cluster, write_model
+from tests.router.text import templates
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER]}
@@ -31,9 +36,9 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages[1].tool_calls"),
     ({"messages": [USER, {"role": "function", "name": "f", "content": "4"}]}, "messages[1].role"),
     ({"max_reasoning_tokens": 10}, "max_reasoning_tokens"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
-    ({"enable_thinking": False}, "enable_thinking"),
-    ({"chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs.thinking"),
+    ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+    ({"tools": [{"type": "web_search"}, TOOL, TOOL]}, "tools[2].function.name"),
+    ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
     ({"separate_reasoning": True}, "separate_reasoning"),
     ({"include_reasoning": False}, "include_reasoning"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
@@ -87,7 +92,7 @@ async def test_a_misspelt_field_is_told_its_name(
 async def test_what_is_ignored_is_named_in_a_header(
     http: aiohttp.ClientSession, cluster: Cluster, stream: bool
 ) -> None:
-    body = {**CHAT, "max_tokens": 2, "stream": stream, "user": "me", "bad_words": []}
+    body = {**CHAT, "max_tokens": 2, "stream": stream, "store": False, "bad_words": []}
     async with http.post("/v1/chat/completions", json=body) as response:
         assert response.status == 200
         assert "x-tandem-ignored-fields" not in response.headers
@@ -102,10 +107,38 @@ def test_switches_that_the_template_reads_reach_it() -> None:
     body = ChatRequest.model_validate(
         {**CHAT, "reasoning_effort": "low", "chat_template_kwargs": {"thinking": True, "x": 1}}
     )
-    refuse_switches(body, frozenset({"reasoning_effort", "thinking"}))
-    assert template_variables(body) == {"reasoning_effort": "low", "thinking": True, "x": 1}
-    with pytest.raises(RequestError, match="does not read it"):
-        refuse_switches(body, frozenset({"thinking"}))
+    read = frozenset({"reasoning_effort", "thinking"})
+    assert template_variables(body, read) == {"reasoning_effort": "low", "thinking": True, "x": 1}
+    for kind, is_on in (("enabled", True), ("disabled", False)):
+        body = ChatRequest.model_validate({**CHAT, "thinking": {"type": kind}})
+        assert template_variables(body, frozenset({"enable_thinking"})) == {
+            "enable_thinking": is_on
+        }
+        assert template_variables(body, read) == {"thinking": is_on}
+
+
+@pytest.mark.parametrize("template", [templates.HERMES, templates.QUIET])
+def test_reasoning_that_cannot_be_turned_off_is_not_said_to_be(
+    tmp_path: Path, template: str
+) -> None:
+    write_model(tmp_path, template=template)
+    model = load_served_model(ModelSection(path=str(tmp_path)))
+    for fields, is_off, path in (
+        ({"thinking": False}, True, "thinking"),
+        ({"thinking": {"type": "disabled"}}, True, "thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, True, "chat_template_kwargs."),
+        ({"enable_thinking": True}, False, "enable_thinking"),
+        ({"reasoning_effort": "none"}, False, "reasoning_effort"),
+    ):
+        body = ChatRequest.model_validate({**CHAT, **fields})
+        reads = template is templates.HERMES and "thinking" in fields
+        if is_off and not reads and template is templates.HERMES:
+            with pytest.raises(RequestError, match=f"{path}.* no such switch"):
+                refuse_switches(body, model)
+            continue
+        refuse_switches(body, model)
+        ignored = ignored_fields(body, model)
+        assert ignored == [] if reads else [name.startswith(path) for name in ignored] == [True]
 
 
 def test_an_unknown_field_is_refused_or_read_or_of_no_meaning_and_never_two_of_these() -> None:

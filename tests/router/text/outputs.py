@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from router.text.calls.events import Content, Offered
 from router.text.calls.formats import CALL_FORMATS
 from router.text.marks import MarkTable
-from router.text.message import CallDelta, MessageReader, Part
+from router.text.message import MessageReader
+from router.text.parts import CallDelta, Part
 from router.text.reasoning import REASONING_FORMATS, Reasoning, ReasoningParser, Start
 
 OFFERED: Offered = {
@@ -60,7 +62,7 @@ def reader_of(
     **options: Any,
 ) -> MessageReader:
     """``calls``: the name of their format; ``start``: of the output, None: no reasoning."""
-    parser = None if calls is None else CALL_FORMATS[calls].new_parser(offered)
+    parser = None if calls is None else partial(CALL_FORMATS[calls].new_parser, offered)
     reasoning = None if start is None else ReasoningParser(THINK, start)
     return MessageReader(marks, reasoning, parser, **options)
 
@@ -74,12 +76,12 @@ def spelled(calls: str | None) -> MarkTable:
     return MarkTable(by_id={}, spelled=all_marks(calls))
 
 
-def read(reader: MessageReader, pieces: Iterable[str]) -> Message:
-    """Pieces of text whose marks are spelled."""
+def read(reader: MessageReader, pieces: Iterable[str], *, is_cut: bool = False) -> Message:
+    """Pieces of text whose marks are spelled; ``is_cut``: by the output's length."""
     for piece in pieces:
         reader.tell(-1, len(piece))
         reader.feed(piece)
-    reader.flush()
+    reader.flush(is_cut=is_cut)
     return added_up(reader.take())
 
 

@@ -40,6 +40,11 @@ HERMES = _template(
     '<tool_call>\n{"name": "{{ c.name }}", "arguments": '
     "{{ c.arguments if c.arguments is string else c.arguments | tojson }}}\n</tool_call>"
 )
+WITH_SYSTEM = HERMES.replace(
+    "{% if m.role == 'user'",
+    "{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user'",
+    1,
+)
 LLAMA = _template('{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}')
 GLM = _template(
     "\n<tool_call>{{ c.name }}\n{% for k, v in c.arguments.items() %}"
@@ -62,5 +67,7 @@ DEEPSEEK_V31 = _template(
     before="{% if loop.first %}" + CALLS_BEGIN + "{% endif %}",
     after="{% if loop.last %}" + CALLS_END + "{% endif %}",
 )
+QUIET = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>"
+"""Of a model that does not reason."""
 STRANGE = _template("{{ c.name }}({{ c.arguments | tojson }})")
 FORGETFUL = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -355,7 +355,7 @@ def test_dsml_values_are_what_they_say_they_are() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_call_fills_a_message_that_may_have_one(name: str) -> None:
-    reader = reader_of(spelled(name), name, one_call=True)
+    reader = reader_of(spelled(name), name, most_calls=1)
     text = "".join(written(name, [("now", {}), ("get_weather", WEATHER)]))
     for char in text:
         reader.tell(-1, 1)

@@ -34,6 +34,7 @@ CASES = [
     (Start.UNDECIDED, " \n<think>hm", "hm", ""),
     (Start.UNDECIDED, " \n4 <think>hm</think>", "", " \n4 <think>hm</think>"),
     (Start.UNDECIDED, " \n", "", " \n"),
+    (Start.UNDECIDED, "\n</think>\n\n4</think>", "", "4</think>"),
     (Start.UNDECIDED, "<thin", "", "<thin"),
     (None, "<think>hm</think>4", "", "<think>hm</think>4"),
 ]
@@ -168,18 +169,6 @@ def test_behind_its_reasoning_an_answer_is_read_no_more() -> None:
     assert choice.feed(ids("\n"), (), None).text == "\n"
 
 
-@pytest.mark.parametrize("stop", ["</think>", "hink>", "think>4", "hm"])
-@pytest.mark.parametrize("include", [False, True])
-def test_stop_strings_see_all_that_is_written(stop: str, include: bool) -> None:
-    text = "<think>hm</think>4 and more"
-    choice = choice_of(Start.UNDECIDED, stops=(stop,), include_stop=include)
-    pieces = pieces_of(choice, ids(OPEN, "hm", CLOSE, "4 and more"), 1, FinishReason.STOP)
-    end = text.index(stop) + (len(stop) if include else 0)
-    assert pieces[-1].finish_reason == "stop"
-    expected = read(reader_of(spelled(None), None, Start.UNDECIDED), [text[:end]])
-    assert message_of(pieces) == expected
-
-
 CALL_TEXT = '{"name": "now", "arguments": {}}'
 
 
@@ -222,7 +211,7 @@ def test_why_a_message_with_calls_ended(size: int) -> None:
 def test_a_message_that_may_have_one_call_ends_with_it() -> None:
     output = ids(CALL, CALL_TEXT, CALL_END, "\n", CALL, CALL_TEXT, CALL_END, 0)
     for size in (1, 1000):
-        reader = reader_of(TABLE, "hermes", None, one_call=True)
+        reader = reader_of(TABLE, "hermes", None, most_calls=1)
         choice = ChoiceText(VOCABULARY, OutputOptions(keep_tokens=True), reader)
         pieces = pieces_of(choice, output, size, FinishReason.STOP)
         assert message_of(pieces).calls == [["now", "{}"]]
