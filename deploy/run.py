@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ from deploy.plan import (
 )
 from deploy.ray_connection import RaySettings
 from deploy.ray_launcher import RayLauncher
+from deploy.ray_start import KEPT_LOGS
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up
 from router.keys.source import KEYS_VARIABLE, asks_for_keys
@@ -171,10 +173,10 @@ class _Run:
         self._publish()
         self._run_dir.be_found()
         makes_keys = context.authority is not None
-        launcher = RayLauncher(self._ray_settings(), cluster, makes_keys=makes_keys)
+        launcher = RayLauncher(self._ray_settings(timeout_s), cluster, makes_keys=makes_keys)
         try:
             with _interrupt_on_sigterm():
-                launcher.open()
+                launcher.open(self._tell_of_ray)
                 self._spread_routers(launcher)
             context = self._context
             logger.info("ray is up %s", fields(seconds=round(time.monotonic() - self._began, 2)))
@@ -227,8 +229,9 @@ class _Run:
         for log in self._run_dir.log_dir.glob("*.log"):
             if log != self._run_dir.controller_log_path:
                 log.unlink(missing_ok=True)
+        shutil.rmtree(self._run_dir.log_dir / KEPT_LOGS, ignore_errors=True)
 
-    def _ray_settings(self) -> RaySettings:
+    def _ray_settings(self, timeout_s: float) -> RaySettings:
         if self._former is not None:
             return settings_of(self._former)
         plans = plan_instances(self._context.config)
@@ -239,7 +242,13 @@ class _Run:
             num_slots=sum(plan.num_ranks for plan in plans) + _SPARE_SLOTS,
             num_devices=count_devices(),
             outlives_us=self._keeps,
+            start_timeout_s=timeout_s,
+            log_dir=str(self._run_dir.log_dir),
         )
+
+    def _tell_of_ray(self, stage: str) -> None:
+        processes = (dataclasses.replace(one, stage=stage) for one in self._state.processes)
+        self._take_change(self._state.phase, tuple(processes))
 
     def publish_failure(self, error: str) -> None:
         """Leave the reason in the state file."""
