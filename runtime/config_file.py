@@ -171,12 +171,18 @@ def split_setting(setting: str) -> tuple[str, str]:
     hints = get_type_hints(ClusterConfig)
     if section in _LISTS:
         raise ConfigError("--set", setting, "is of a list of tables", f"[[{section}]] of the file")
-    sections = {name: get_type_hints(hints[name]) for name in hints if name not in _LISTS}
-    fields = [f"{name}.{field}" for name in sections for field in sections[name]]
+    fields = field_paths()
     if path not in fields:
         of_section = [field for field in fields if field.startswith(f"{section}.")]
         _refuse_unknown(path, text, fields, shown=of_section or list(hints))
     return path, text
+
+
+def field_paths() -> list[str]:
+    """All that ``--set`` can change, each as "decode.instances"."""
+    hints = get_type_hints(ClusterConfig)
+    sections = {name: get_type_hints(hints[name]) for name in hints if name not in _LISTS}
+    return [f"{name}.{field}" for name in sections for field in sections[name]]
 
 
 def _parse_text(path: str, text: str, expected: type, base: Path | None) -> object:

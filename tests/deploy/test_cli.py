@@ -202,6 +202,31 @@ def test_a_command_that_does_not_exist_is_answered_with_what_was_meant(
     assert advice in error
 
 
+@pytest.mark.parametrize(
+    ("words", "command", "advice"),
+    [
+        ("up --prot 9000", "up", "takes no --prot. Fix: did you mean --port?"),
+        ("up -d", "up", "takes no -d. Fix: did you mean --detach?"),
+        ("up --name x", "up", "mean --set cluster.name=VALUE or --set model.name=VALUE?"),
+        ("up --max-model-len=9", "up", "did you mean --set model.max_model_len=VALUE?"),
+        ("up --tensor-parallel-size 8", "up", "did you mean --set prefill.tp=VALUE?"),
+        ("up --zzzz", "up", "Fix: one of --help, --model, --port,"),
+        ("validate --config x", "validate", "`tandem validate CONFIG`, without --config?"),
+        ("logs --folow", "logs", "did you mean --follow?"),
+        ("status prefill", "status", "takes no prefill. Fix: leave it out"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_answered_by_its_command(
+    words: str, command: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run(*words.split(), capsys=capsys)
+    assert status == 2
+    assert error.startswith(f"usage: tandem {command} [-h]")
+    assert f"error: `tandem {command}` " in error
+    assert advice in error
+    assert "--in-background" not in error.partition("error:")[2]
+
+
 def test_up_takes_a_model_by_its_folder_only(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, error = run("up", "--model", "deepseek-ai/DeepSeek-V3", capsys=capsys)
     assert status == 2
