@@ -19,6 +19,7 @@ from deploy.commands import (
     completion,
     doctor,
     down,
+    download,
     drain,
     events,
     experts,
@@ -44,7 +45,7 @@ Command = Callable[[argparse.Namespace], int]
 _EXAMPLES = """\
 examples:
   tandem up                              # the bundled model on this CPU
-  tandem up --model /models/DeepSeek-V3 --port 9000
+  tandem up /models/DeepSeek-V3 --port 9000
   tandem generate "def fibonacci(n):"    # in another shell
   tandem status
   tandem down
@@ -64,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     running = (status, logs, events, ranks, generate, chat, scale, drain, restart, apply, down)
-    before = (validate, keys, doctor, model, experts, bench)
+    before = (download, validate, keys, doctor, model, experts, bench)
     by_hand = (worker, router, certificates)
     for group in (up, *running, *before, *by_hand, completion):
         group.add_parser(commands)

@@ -26,6 +26,7 @@ from deploy.controller import Controller
 from deploy.devices import count_devices
 from deploy.errors import ClusterError
 from deploy.former_run import FormerRun, end_former_run, find_former_run, settings_of
+from deploy.model_folder import with_model
 from deploy.plan import (
     Role,
     RunContext,
@@ -62,14 +63,14 @@ def prepare(config: ClusterConfig, run_dir: RunDir) -> ClusterConfig:
 
     Raises:
         ConfigError: a value that cannot work, a port in use.
-        ClusterError: the cluster runs already.
+        ClusterError: the cluster runs already, or the hub does not give the model.
     """
     if config.cluster.on_controller_loss == "keep" and run_dir.read_state() is not None:
         with run_dir.locked():
             former = find_former_run(run_dir)
         if former is not None:
             return former.config
-    resolved = resolve_config(config)
+    resolved = resolve_config(with_model(config, weights=True))
     check_config(resolved, num_devices=count_devices_for(resolved))
     checked_keys(resolved)
     run_dir.create()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from runtime.config import (
     TlsSection,
 )
 from runtime.errors import ConfigError
+from runtime.hub_model import HubModel
 from runtime.net import Credentials
 from runtime.network import own_address
 
@@ -43,7 +43,6 @@ _PATHS = {
     "tls.key",
     "tls.ca",
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REMOVED = {
     "prefill.collectives": "leave it out: rows move between GPUs by NCCL, which was the faster way",
     "decode.two_batch_overlap": "leave it out: a step of two halves took 1.5 times as long",
@@ -74,7 +73,8 @@ def load_config(path: Path | None) -> ClusterConfig:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         problem = error.strerror or str(error)
-        raise ConfigError("file", str(path), problem, "the path of a readable TOML file") from error
+        fix = "the path of a readable TOML file; a model is the folder of one, or ORG/NAME"
+        raise ConfigError("file", str(path), problem, fix) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("file", str(path), f"no valid TOML: {error}", "mend that line") from error
     return parse_config(table, base=path.resolve().parent)
@@ -208,18 +208,12 @@ def _with_base(section: _Section, names: Sequence[str], base: Path) -> _Section:
 
 
 def _based(path: str, value: str, base: Path) -> str:
-    """The path ``value`` from ``base`` on; an absolute one, and an empty one, stays as it is.
-
-    Raises:
-        ConfigError: it seems to name a model of Hugging Face, which is not fetched from here.
+    """The path ``value`` from ``base`` on; an absolute one, an empty one, and the name of a model
+    on the hub stay as they are.
     """
-    whole = base / Path(value).expanduser()
-    if path == "model.path" and _HUB_ID.fullmatch(value) and not whole.exists():
-        problem = "no such folder; if it is the id of a model on Hugging Face, it is not here yet"
-        folder = f"./{value.partition('/')[2]}"
-        fix = f"`hf download {value} --local-dir {folder}`, then --model {folder}"
-        raise ConfigError(path, value, problem, fix)
-    return str(whole) if value else value
+    if not value or (path == "model.path" and HubModel.meant_by(value, base)):
+        return value
+    return str(base / Path(value).expanduser())
 
 
 def _parse_section(name: str, section: Mapping[str, object], section_type: type[Any]) -> object:

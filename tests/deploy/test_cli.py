@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -227,11 +229,57 @@ def test_a_flag_that_does_not_exist_is_answered_by_its_command(
     assert "--in-background" not in error.partition("error:")[2]
 
 
-def test_up_takes_a_model_by_its_folder_only(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, error = run("up", "--model", "deepseek-ai/DeepSeek-V3", capsys=capsys)
+NOWHERE = {
+    "up --model /nowhere": "model.path = '/nowhere': cannot read config.json",
+    "validate --model /nowhere": "model.path = '/nowhere': cannot read config.json",
+    "validate /nowhere.toml": "file = '/nowhere.toml': No such file",
+    "up --set router.keys_file=/nowhere": "router.keys_file = '/nowhere': No such file",
+    "up --set router.models_file=/nowhere": "router.models_file = '/nowhere': No such file",
+    "up --set decode.expert_load=/nowhere": "decode.expert_load = '/nowhere': No such file",
+    "up --set tls.mode=files --set tls.cert=/n --set tls.key=/n --set tls.ca=/n": "tls.cert = '/n'",
+    "worker decode --config /nowhere --instance a --routers a:1": "file = '/nowhere': No such file",
+    "router --config /nowhere": "file = '/nowhere': No such file",
+    "up some/model": "some/model is no folder here; of the hub, some/model: HF_HUB_OFFLINE is set",
+}
+
+
+def test_what_is_not_there_is_told_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import json, sys; from deploy.cli import main; "
+        "print([main(words.split()) for words in json.loads(sys.argv[1])]); "
+        "print([name for name in ('ray', 'torch', 'grpc') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, json.dumps(list(NOWHERE))]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    statuses, heavy = result.stdout.splitlines()
+    assert json.loads(statuses) == [2] * (len(NOWHERE) - 1) + [1]
+    assert heavy == "[]"
+    lines = result.stderr.splitlines()
+    for line, message in zip(lines, NOWHERE.values(), strict=True):
+        assert line.startswith(f"error: {message}")
+        assert "Fix: " in line
+
+
+def test_the_first_word_may_be_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path)
+    (tmp_path / "small.toml").write_text("[model]\nname = 'small'\npath = 'model'\n")
+    monkeypatch.chdir(tmp_path)
+    for words in (["model"], [str(folder)], ["small.toml"], ["small.toml", "--model", "model"]):
+        status, output, _ = run("validate", *words, capsys=capsys)
+        assert status == 0
+        name = "small" if "small.toml" in words else "model"
+        assert f"model        {name} ({folder})" in output
+    status, _, error = run("validate", "model", "--model", "model", capsys=capsys)
     assert status == 2
-    assert error.startswith("error: model.path = 'deepseek-ai/DeepSeek-V3': no such folder")
-    assert "hf download deepseek-ai/DeepSeek-V3" in error
+    assert "--model = 'model': another model is named. Fix: one of them" in error
+    status, _, error = run("validate", "modle", capsys=capsys)
+    assert status == 2
+    assert "file = 'modle': No such file or directory. Fix: the path of a readable TOML" in error
 
 
 def test_fields_are_set_on_the_command_line(
