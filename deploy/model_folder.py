@@ -11,7 +11,7 @@ from pathlib import Path
 import deploy
 from deploy.errors import ClusterError
 from engine.hf_config.content import read_content
-from runtime.config import ClusterConfig
+from runtime.config import ClusterConfig, ModelSection
 from runtime.errors import ConfigError
 from runtime.hub_model import HubModel
 
@@ -58,3 +58,22 @@ def _with_hub_model(config: ClusterConfig, wanted: HubModel, *, weights: bool) -
         load_format=config.model.load_format if weights else "dummy",
     )
     return dataclasses.replace(config, model=model)
+
+
+def model_like(wanted: ModelSection, running: ModelSection) -> ModelSection:
+    """``wanted``, with the folder of the model that runs where it names that as the hub does.
+
+    Nothing is downloaded.
+
+    Raises:
+        ConfigError: it names another.
+    """
+    named = HubModel.meant_by(wanted.path) if wanted.path else None
+    if named is None:
+        return wanted
+    from deploy.hub import find_cached
+
+    if str(find_cached(named)) != running.path:
+        problem = f"another model runs, that of {running.path}"
+        raise ConfigError("model.path", wanted.path, problem, "a cluster of its own for this one")
+    return dataclasses.replace(wanted, path=running.path, name=wanted.name or named.repo)

@@ -85,11 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.load_format is not None:
         arguments.settings.append(f"model.load_format={arguments.load_format}")
     config = chosen_config(arguments, base=arguments.in_background)
-    check_named_files(config)
-    config = with_model(config, weights=True)
+    run_dir = run_dir_of(config.cluster.name, config.cluster.run_dir)
+    if run_dir.read_state() is None:  # else it may be taken over, as it was started
+        check_named_files(config)
+        config = with_model(config, weights=True)
     from deploy.run import prepare
 
-    run_dir = run_dir_of(config.cluster.name, config.cluster.run_dir)
     resolved = prepare(config, run_dir)
     if arguments.in_background is not None:
         configure_logging("controller")

@@ -22,6 +22,9 @@ from deploy import download as downloading
 from deploy.cli import main
 from deploy.download import download
 from deploy.hub import HubError, cache_folder
+from deploy.model_folder import model_like
+from runtime.config import ModelSection
+from runtime.errors import ConfigError
 from runtime.hub_model import HubModel
 from tests.deploy.fake_hub import Hub, Model, running_hub
 from tests.deploy.fakes import MODEL_FIELDS, ROOT
@@ -330,6 +333,16 @@ def test_validate_plans_a_model_of_the_hub_without_its_weights(
     said = capsys.readouterr()
     assert f"model        {REPO} (" in said.out
     assert not set(SHARDS) & set(hub.brought())
+
+
+def test_apply_knows_the_model_that_runs_by_its_name(hub: Hub) -> None:
+    running = ModelSection(path=str(download(MODEL)), name=REPO)
+    hub.forget()
+    assert model_like(ModelSection(path=REPO), running) == running
+    assert model_like(ModelSection(path="/m", name="x"), running).path == "/m"
+    with pytest.raises(ConfigError, match=r"model\.path = 'acme/other': another model runs"):
+        model_like(ModelSection(path="acme/other"), running)
+    assert hub.asked == []
 
 
 def test_hosts_that_each_need_a_folder_are_told_so(
