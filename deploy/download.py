@@ -40,6 +40,8 @@ _INDEX = "model.safetensors.index.json"
 _SCRATCH = Path(".cache") / "huggingface" / "download"
 """Below a folder that is not the cache: where the library has unfinished files."""
 _NOTES = "tandem-download.json"
+_STALE_S = 3600.0
+"""Nobody writes to an unfinished file that was not touched for so long."""
 NUM_TRIES = 5
 """In a row that brought no file to its end."""
 RETRY_S = 2.0
@@ -80,7 +82,7 @@ def _target_of(model: HubModel, to: Path | None, commit: str = "") -> _Target:
 
 def is_needed(name: str, *, weights: bool) -> bool:
     """Whether the file ``name`` of a model is needed to serve it, or else to plan and to route."""
-    if fnmatch.fnmatchcase(name, _TEMPLATES):
+    if name.count("/") == 1 and fnmatch.fnmatchcase(name, _TEMPLATES):
         return True
     if "/" in name or fnmatch.fnmatchcase(name, _TWICE):
         return False
@@ -123,17 +125,16 @@ def _locked(model: HubModel, path: Path) -> Iterator[_Notes]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError as error:
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"{model}: another process downloads it; waiting", file=sys.stderr)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield _Notes.read(path)
+    except OSError as error:  # of the notes, or of files beside them
         problem = f"{model}: cannot write to {path.parent} ({error.strerror})"
-        raise HubError(problem, "another HF_HOME, or --to") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{model}: another process downloads it; waiting", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield _Notes.read(path)
+        raise HubError(problem, "room and rights there, another HF_HOME, or --to") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +177,7 @@ class _Target:
         new = self.missing(files, notes)
         if not new:  # whoever held the lock has brought it
             return
+        self._sweep()
         self._check_room(model, [one for one in new if not self._has(one)])
         notes.unverified |= {one.content_id for one in new}
         notes.write(self.notes_path)
@@ -226,10 +228,21 @@ class _Target:
 
     def _num_bytes(self, files: Sequence[HubFile]) -> int:
         """Of files that are whole, and of those that are not yet."""
-        whole = sum(one.size for one in files if self._has(one))
-        with contextlib.suppress(OSError):  # one that has got its name meanwhile
-            return whole + sum(one.stat().st_size for one in self.scratch.rglob("*.incomplete"))
-        return whole
+        number = sum(one.size for one in files if self._has(one))
+        for path in self._unfinished():
+            with contextlib.suppress(OSError):  # it has got its name meanwhile
+                number += path.stat().st_size
+        return number
+
+    def _sweep(self) -> None:
+        """Remove what processes have left that were killed: the library takes up no file again."""
+        for path in self._unfinished():
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _STALE_S:
+                    path.unlink()
+
+    def _unfinished(self) -> list[Path]:
+        return list(self.scratch.rglob("*.incomplete"))
 
     def _check_room(self, model: HubModel, missing: Sequence[HubFile]) -> None:
         needed, free = sum(one.size for one in missing), shutil.disk_usage(self.scratch.parent).free

@@ -12,9 +12,14 @@ import glob
 import logging
 import os
 import re
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
 
 from deploy.errors import ClusterError
 from runtime.hub_model import HubModel
@@ -116,7 +121,7 @@ def bring(model: HubModel, names: Sequence[str], to: Path | None) -> Path:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    with _errors_mapped(model):
+    with _errors_mapped(model), _ended_by_ctrl_c():
         folder = snapshot_download(
             model.repo,
             revision=model.revision,
@@ -134,6 +139,24 @@ def find_cached(model: HubModel) -> Path | None:
     commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else model.revision
     found = folder / "snapshots" / commit
     return found if found.is_dir() else None
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """End the process at once: the library would bring the files first that it has begun."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        Console(stderr=True).show_cursor(True)
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 @contextlib.contextmanager

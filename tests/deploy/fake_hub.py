@@ -58,6 +58,9 @@ class Hub:
     """It breaks off by a reset, not by an end."""
     damaged: set[str] = field(default_factory=set)
     """Files that come with other bytes than they should."""
+    stalled: set[str] = field(default_factory=set)
+    """Files that stop half way, until they are released."""
+    released: threading.Event = field(default_factory=threading.Event)
     status: int = 0
     """Of all answers, where not 0."""
     asked: list[tuple[str, str, str]] = field(default_factory=list)
@@ -167,7 +170,10 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             cuts = self.hub.cuts.get(name, [])
             cut = cuts.pop(0) if cuts else None
-        self._send(206 if first else 200, content[first:], headers, cut=cut)
+        half = len(content) // 2 if name in self.hub.stalled else None
+        self._send(
+            206 if first else 200, content[first:], headers, cut=half if cut is None else cut
+        )
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(status, b"", {"X-Error-Code": code, "X-Error-Message": code})
@@ -192,6 +198,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.wfile.write(body if cut is None else body[:cut])
         if cut is not None:
+            if self.hub.stalled:
+                self.wfile.flush()
+                self.hub.released.wait(60)
             self.close_connection = True
             if self.hub.resets:
                 linger = struct.pack("ii", 1, 0)

@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from runtime.errors import ConfigError
 from runtime.hub_model import HubModel
 from tests.deploy.fake_hub import Hub, Model, running_hub
 from tests.deploy.fakes import MODEL_FIELDS, ROOT
+from tests.waiting import wait_until
 
 REPO = "acme/small-v3"
 MODEL = HubModel(repo=REPO)
@@ -324,6 +326,25 @@ def test_the_command_reads_the_environment_and_prints_the_folder(hub: Hub, tmp_p
     assert result.returncode == 2
     assert "HF_HUB_OFFLINE is set: taking" in result.stderr
     assert "decode.device = 'cuda'" in result.stderr
+
+
+def test_ctrl_c_ends_a_download_at_once(hub: Hub, tmp_path: Path) -> None:
+    hub.stalled.add(SHARDS[0])
+    command = [sys.executable, "-m", "deploy", "download", REPO, "--to", str(tmp_path / "m")]
+    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+        wait_until(lambda: SHARDS[0] in hub.brought())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert not hub.released.is_set()
+    hub.released.set()
+    hub.stalled.clear()
+    left = list((tmp_path / "m").rglob("*.incomplete"))
+    assert left
+    for path in left:
+        os.utime(path, (0, 0))
+    assert contents(download(MODEL, to=tmp_path / "m")) == needed()
+    assert not any(path.exists() for path in left)
 
 
 def test_validate_plans_a_model_of_the_hub_without_its_weights(
