@@ -7,10 +7,10 @@ inside the command that needs it, so that ``tandem --help`` answers at once.
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 
+from deploy.advice import commands_of, for_command, for_word
 from deploy.commands import (
     apply,
     bench,
@@ -19,6 +19,7 @@ from deploy.commands import (
     completion,
     doctor,
     down,
+    download,
     drain,
     events,
     experts,
@@ -44,28 +45,13 @@ Command = Callable[[argparse.Namespace], int]
 _EXAMPLES = """\
 examples:
   tandem up                              # the bundled model on this CPU
-  tandem up --model ./my-model --port 9000
+  tandem up ./my-model --port 9000
   tandem generate "def fibonacci(n):"    # in another shell
   tandem status
   tandem down
 
 tandem COMMAND --help tells more, with examples.
 """
-_OF_OTHERS = {
-    "serve": "up",
-    "start": "up",
-    "run": "up",
-    "stop": "down",
-    "kill": "down",
-    "ps": "status",
-    "list": "status",
-    "complete": "generate",
-    "log": "logs",
-    "check": "validate",
-    "version": "--version",
-    "help": "--help",
-}
-"""What other servers call it."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -79,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tandem {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     running = (status, logs, events, ranks, generate, chat, scale, drain, restart, apply, down)
-    before = (validate, keys, doctor, model, experts, bench)
+    before = (download, validate, keys, doctor, model, experts, bench)
     by_hand = (worker, router, certificates)
     for group in (up, *running, *before, *by_hand, completion):
         group.add_parser(commands)
@@ -100,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     if (status := _answer_no_command(parser, words)) is not None:
         return status
-    arguments = parser.parse_args(words)
+    arguments, rest = parser.parse_known_args(words)
+    if rest:
+        return _refuse_words(parser, words, rest[0])
     command: Command = arguments.command
     try:
         return command(arguments)
@@ -129,7 +117,7 @@ def _answer_no_command(parser: argparse.ArgumentParser, words: Sequence[str]) ->
             if word.startswith("-"):
                 return None
             print(
-                f"error: there is no `{parser.prog} {word}`. {_advice(parser, word)}",
+                f"error: there is no `{parser.prog} {word}`. {for_command(parser, word)}",
                 file=sys.stderr,
             )
             return 2
@@ -140,19 +128,14 @@ def _answer_no_command(parser: argparse.ArgumentParser, words: Sequence[str]) ->
     return 2
 
 
-def _advice(parser: argparse.ArgumentParser, word: str) -> str:
-    commands = commands_of(parser)
-    at_top = "up" in commands
-    meant = _OF_OTHERS.get(word) if at_top else None
-    close = [meant] if meant else difflib.get_close_matches(word, commands, n=1)
-    if close:
-        return f"Fix: did you mean `{parser.prog} {close[0]}`?"
-    return f"Fix: one of {', '.join(commands)}"
-
-
-def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers below ``parser``, by name; none where it is a command itself."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return dict(action.choices)
-    return {}
+def _refuse_words(parser: argparse.ArgumentParser, words: Sequence[str], first: str) -> int:
+    """Tell of a word that the command among ``words`` does not take."""
+    command = parser
+    for word in words:
+        below = commands_of(command)
+        if word not in below:
+            break
+        command = below[word]
+    command.print_usage(sys.stderr)
+    print(f"error: `{command.prog}` takes no {first}. {for_word(command, first)}", file=sys.stderr)
+    return 2

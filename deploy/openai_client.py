@@ -109,6 +109,8 @@ class Server:
 def server_at(url: str, ca: str | None, *, api_key: str = "") -> Server:
     """The server at an ``http://`` or ``https://`` address, whose certificate ``ca`` signed.
 
+    An address without a path is of the API below /v1.
+
     Raises:
         ClusterError: ``ca`` holds no certificates.
     """
@@ -116,7 +118,10 @@ def server_at(url: str, ca: str | None, *, api_key: str = "") -> Server:
         context = ssl.create_default_context(cafile=ca)
     except OSError as error:
         raise ClusterError(f"--ca {ca}: no certificates in PEM ({error})") from error
-    return Server(endpoint=url.rstrip("/"), context=context, api_key=api_key)
+    endpoint = url.rstrip("/")
+    if not urlsplit(endpoint).path:
+        endpoint += "/v1"
+    return Server(endpoint=endpoint, context=context, api_key=api_key)
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Awaitable, Sequence
@@ -127,6 +128,9 @@ class ChildActor:
 
     def start(self, spec: ProcessSpec, place: Place) -> int:
         """Start the process; its pid."""
+        # Whoever started that Ray may have left it to lower its processes, as it does by default.
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         lay_files(spec, self._own_files)
         self._place = place
         self._child = Child(spec)

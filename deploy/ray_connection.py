@@ -1,8 +1,7 @@
 """How the controller gets a Ray: its own, private to this machine, or one that is there.
 
-A Ray of our own ends with the controller, or, where the cluster is to outlive that, is started by
-``ray start`` as processes of their own. A Ray that is there is only joined: its hosts, its ports
-and its token are whoever's who started it. Errors of Ray become ours here.
+A Ray of our own is `deploy.ray_start`'s. One that is there is only joined: its hosts, its ports and
+its token are whoever's who started it. Errors of Ray become ours here.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +17,12 @@ import psutil
 
 from deploy.errors import ClusterError
 from deploy.plan import RUN_ID_VARIABLE
-from deploy.sweep import ray_folder
+from deploy.ray_start import start_own_ray
 from runtime.config.cluster import LOCAL_RAY
 
 FAR_AWAY = "203.0.113.1"
 """An address of documentation, to ask which way leads out. Nothing is sent there."""
 _ADDRESS_VARIABLE = "RAY_ADDRESS"
-_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least: nothing of ours goes through it.
-_HEAD_TIMEOUT_S = 120.0
 _PROBE_TIMEOUT_S = 5.0
 
 
@@ -53,6 +49,10 @@ class RaySettings:
     """What is started goes on when the controller dies."""
     head: str = ""
     """Where a Ray of our own is that outlived a controller; empty: there is none."""
+    start_timeout_s: float = 120.0
+    """How long a Ray of our own may take to start."""
+    log_dir: str = ""
+    """Where the logs of one that did not start are left; empty: nowhere."""
 
     @property
     def is_own(self) -> bool:
@@ -64,12 +64,24 @@ class RaySettings:
         """Of all that this run has in Ray."""
         return f"tandem-{self.run_id}"
 
+    def join(self, ray: Any, address: str) -> None:
+        """Connect the module ``ray`` to the Ray at ``address``."""
+        ray.init(
+            address=address,
+            namespace=self.namespace,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+            **({"_node_ip_address": "127.0.0.1"} if self.is_own else {}),
+        )
 
-def open_ray(settings: RaySettings) -> Any:
+
+def open_ray(settings: RaySettings, tell: Callable[[str], None] = lambda _: None) -> Any:
     """Start or join a Ray; the module ``ray``, connected.
 
     Must be called on the main thread, before the event loop runs: daemons of a Ray that ends with
     us are bound to the life of the thread that starts them, and Ray replaces signal handlers.
+    ``tell`` hears what it waits for, where it waits long.
 
     Raises:
         ClusterError: Ray does not start, or is not there.
@@ -80,17 +92,23 @@ def open_ray(settings: RaySettings) -> Any:
         _check_there(settings)
     import ray
 
+    _speak_where_we_do()
+    if settings.is_own and not settings.head:
+        start_own_ray(ray, settings, tell)
+        return ray
     try:
-        if not settings.is_own:
-            _join(ray, settings, settings.address)
-        elif settings.outlives_us:
-            _join(ray, settings, settings.head or _start_head(settings))
-        else:
-            _start_private(ray, settings)
+        settings.join(ray, settings.head or settings.address)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         ray.shutdown()
         raise ClusterError(_describe(settings, error)) from error
     return ray
+
+
+def _speak_where_we_do() -> None:
+    """Have Ray's own lines in the controller's log, not between those that a person reads."""
+    words = logging.getLogger("ray")
+    words.handlers.clear()
+    words.propagate = True
 
 
 def _set_environment(settings: RaySettings) -> None:
@@ -106,61 +124,9 @@ def _set_environment(settings: RaySettings) -> None:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            # Ours are servers: by Ray's default its processes, and theirs, give way to all others.
+            "RAY_worker_niceness": "0",
         }
-    )
-
-
-def _start_private(ray: Any, settings: RaySettings) -> None:
-    folder = ray_folder(settings.run_id)
-    folder.mkdir(mode=0o700)
-    ray.init(
-        address="local",
-        namespace=settings.namespace,
-        num_cpus=settings.num_slots,
-        num_gpus=settings.num_devices,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-        _temp_dir=str(folder),
-    )
-
-
-def _start_head(settings: RaySettings) -> str:
-    """Start Ray's daemons as processes that go on without us; where they are reached."""
-    folder = ray_folder(settings.run_id)
-    folder.mkdir(mode=0o700)
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--port=0"]
-    command += [f"--temp-dir={folder}", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
-    command += [f"--num-cpus={settings.num_slots}", f"--num-gpus={settings.num_devices}"]
-    command += [f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats"]
-    log = folder / "start.log"
-    with log.open("wb") as output:
-        status = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            timeout=_HEAD_TIMEOUT_S,
-            check=False,
-        ).returncode
-    if status != 0:
-        said = log.read_text(errors="replace").strip().splitlines()[-5:]
-        raise RuntimeError(" ".join(said) or f"`ray start` ended with status {status}")
-    return (folder / "ray_current_cluster").read_text(encoding="utf-8").strip()
-
-
-def _join(ray: Any, settings: RaySettings, address: str) -> None:
-    own = "127.0.0.1" if settings.is_own else None
-    ray.init(
-        address=address,
-        namespace=settings.namespace,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-        **({"_node_ip_address": own} if own else {}),
     )
 
 
@@ -197,6 +163,8 @@ def is_reachable(address: str) -> bool:
 def _describe(settings: RaySettings, error: Exception) -> str:
     said = " ".join(str(error).split())
     if settings.is_own:
-        return f"Ray does not start on this machine: {said}"
+        return (
+            f"cannot join the Ray of the former run: {said}. Fix: `tandem down`, then `tandem up`"
+        )
     fix = "one Ray and one Python version on all hosts, and RAY_AUTH_TOKEN where it asks for one"
     return f"cluster.ray_address = {settings.address!r}: cannot join that Ray: {said}. Fix: {fix}"

@@ -81,13 +81,13 @@ class RayLauncher:
         self._ray: Any = None
         self._is_gone = False
 
-    def open(self) -> None:
-        """Start or join Ray: seconds.
+    def open(self, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Start or join Ray: seconds; ``tell`` hears what it waits for, where it is more.
 
         Raises:
             ClusterError: it does not start, or is not there.
         """
-        self._ray = open_ray(self._settings)
+        self._ray = open_ray(self._settings, tell)
         self._routers = RouterHosts(self._ray, self._cluster)
 
     def close(self) -> None:

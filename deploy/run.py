@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from deploy.controller import Controller
 from deploy.devices import count_devices
 from deploy.errors import ClusterError
 from deploy.former_run import FormerRun, end_former_run, find_former_run, settings_of
+from deploy.model_folder import with_model
 from deploy.plan import (
     Role,
     RunContext,
@@ -34,6 +36,7 @@ from deploy.plan import (
 )
 from deploy.ray_connection import RaySettings
 from deploy.ray_launcher import RayLauncher
+from deploy.ray_start import KEPT_LOGS
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up
 from router.keys.source import KEYS_VARIABLE, asks_for_keys
@@ -60,14 +63,14 @@ def prepare(config: ClusterConfig, run_dir: RunDir) -> ClusterConfig:
 
     Raises:
         ConfigError: a value that cannot work, a port in use.
-        ClusterError: the cluster runs already.
+        ClusterError: the cluster runs already, or the hub does not give the model.
     """
     if config.cluster.on_controller_loss == "keep" and run_dir.read_state() is not None:
         with run_dir.locked():
             former = find_former_run(run_dir)
         if former is not None:
             return former.config
-    resolved = resolve_config(config)
+    resolved = resolve_config(with_model(config, weights=True))
     check_config(resolved, num_devices=count_devices_for(resolved))
     checked_keys(resolved)
     run_dir.create()
@@ -171,10 +174,10 @@ class _Run:
         self._publish()
         self._run_dir.be_found()
         makes_keys = context.authority is not None
-        launcher = RayLauncher(self._ray_settings(), cluster, makes_keys=makes_keys)
+        launcher = RayLauncher(self._ray_settings(timeout_s), cluster, makes_keys=makes_keys)
         try:
             with _interrupt_on_sigterm():
-                launcher.open()
+                launcher.open(self._tell_of_ray)
                 self._spread_routers(launcher)
             context = self._context
             logger.info("ray is up %s", fields(seconds=round(time.monotonic() - self._began, 2)))
@@ -227,8 +230,9 @@ class _Run:
         for log in self._run_dir.log_dir.glob("*.log"):
             if log != self._run_dir.controller_log_path:
                 log.unlink(missing_ok=True)
+        shutil.rmtree(self._run_dir.log_dir / KEPT_LOGS, ignore_errors=True)
 
-    def _ray_settings(self) -> RaySettings:
+    def _ray_settings(self, timeout_s: float) -> RaySettings:
         if self._former is not None:
             return settings_of(self._former)
         plans = plan_instances(self._context.config)
@@ -239,7 +243,13 @@ class _Run:
             num_slots=sum(plan.num_ranks for plan in plans) + _SPARE_SLOTS,
             num_devices=count_devices(),
             outlives_us=self._keeps,
+            start_timeout_s=timeout_s,
+            log_dir=str(self._run_dir.log_dir),
         )
+
+    def _tell_of_ray(self, stage: str) -> None:
+        processes = (dataclasses.replace(one, stage=stage) for one in self._state.processes)
+        self._take_change(self._state.phase, tuple(processes))
 
     def publish_failure(self, error: str) -> None:
         """Leave the reason in the state file."""

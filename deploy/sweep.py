@@ -48,8 +48,16 @@ def kill_processes(run_id: str, timeout_s: float = 5.0) -> int:
 
 
 def ray_folder(run_id: str) -> Path:
-    """Where Ray keeps the sockets and logs of a run; short, for a socket's path has 107 bytes."""
+    """What Ray has of a run lies below, for this user alone.
+
+    Short, for a socket's path has 107 bytes.
+    """
     return Path("/tmp") / f"tandem-{run_id}"
+
+
+def ray_temp_dir(run_id: str) -> Path:
+    """Where Ray keeps its sockets and logs: Ray opens it to everybody, but not the one above."""
+    return ray_folder(run_id) / "r"
 
 
 def clean_up(run_id: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from runtime.config import (
 )
 from runtime.config.templates import is_template_file
 from runtime.errors import ConfigError
+from runtime.hub_model import HubModel
 from runtime.net import Credentials
 from runtime.network import own_address
 
@@ -45,7 +45,6 @@ _PATHS = {
     "tls.key",
     "tls.ca",
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _REMOVED = {
     "prefill.collectives": "leave it out: rows move between GPUs by NCCL, which was the faster way",
     "decode.two_batch_overlap": "leave it out: a step of two halves took 1.5 times as long",
@@ -76,7 +75,8 @@ def load_config(path: Path | None) -> ClusterConfig:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         problem = error.strerror or str(error)
-        raise ConfigError("file", str(path), problem, "the path of a readable TOML file") from error
+        fix = "the path of a readable TOML file; a model is the folder of one, or ORG/NAME"
+        raise ConfigError("file", str(path), problem, fix) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError("file", str(path), f"no valid TOML: {error}", "mend that line") from error
     return parse_config(table, base=path.resolve().parent)
@@ -173,12 +173,18 @@ def split_setting(setting: str) -> tuple[str, str]:
     hints = get_type_hints(ClusterConfig)
     if section in _LISTS:
         raise ConfigError("--set", setting, "is of a list of tables", f"[[{section}]] of the file")
-    sections = {name: get_type_hints(hints[name]) for name in hints if name not in _LISTS}
-    fields = [f"{name}.{field}" for name in sections for field in sections[name]]
+    fields = field_paths()
     if path not in fields:
         of_section = [field for field in fields if field.startswith(f"{section}.")]
         _refuse_unknown(path, text, fields, shown=of_section or list(hints))
     return path, text
+
+
+def field_paths() -> list[str]:
+    """All that ``--set`` can change, each as "decode.instances"."""
+    hints = get_type_hints(ClusterConfig)
+    sections = {name: get_type_hints(hints[name]) for name in hints if name not in _LISTS}
+    return [f"{name}.{field}" for name in sections for field in sections[name]]
 
 
 def _parse_text(path: str, text: str, expected: type, base: Path | None) -> object:
@@ -204,20 +210,14 @@ def _with_base(section: _Section, names: Sequence[str], base: Path) -> _Section:
 
 
 def _based(path: str, value: str, base: Path) -> str:
-    """The path ``value`` from ``base`` on; one that is absolute, empty or a name stays as it is.
-
-    Raises:
-        ConfigError: it seems to name a model of Hugging Face, which is not fetched from here.
+    """The path ``value`` from ``base`` on; absolute and empty ones stay as they are, and so do
+    names of a model on the hub and of a template that ships.
     """
-    whole = base / Path(value).expanduser()
-    if path == "model.path" and _HUB_ID.fullmatch(value) and not whole.exists():
-        problem = "no such folder; if it is the id of a model on Hugging Face, it is not here yet"
-        folder = f"./{value.partition('/')[2]}"
-        fix = f"`hf download {value} --local-dir {folder}`, then --model {folder}"
-        raise ConfigError(path, value, problem, fix)
+    if not value or (path == "model.path" and HubModel.meant_by(value, base)):
+        return value
     if path == "model.chat_template" and not is_template_file(value):
         return value
-    return str(whole) if value else value
+    return str(base / Path(value).expanduser())
 
 
 def _parse_section(name: str, section: Mapping[str, object], section_type: type[Any]) -> object:

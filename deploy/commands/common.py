@@ -10,6 +10,8 @@ from deploy.errors import ClusterError
 from deploy.state import ClusterState, RunDir, find_run_dir
 from runtime.config import ClusterConfig
 from runtime.config_file import load_config, with_settings
+from runtime.errors import ConfigError
+from runtime.hub_model import HubModel
 from runtime.net import Credentials
 
 if TYPE_CHECKING:
@@ -33,12 +35,18 @@ def add_command(
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """``CONFIG``, ``--set`` and short forms of the fields that are set most."""
     parser.add_argument(
-        "config", nargs="?", type=Path, metavar="CONFIG", help="a TOML file (default: built in)"
+        "config",
+        nargs="?",
+        type=Path,
+        action=_ConfigOrModel,
+        metavar="CONFIG|MODEL",
+        help="a TOML file (default: built in); or a model, as --model takes it",
     )
     parser.add_argument(
         "--model",
-        metavar="DIR",
-        help="folder of the checkpoint, instead of model.path (default: the bundled model)",
+        metavar="MODEL",
+        help="folder of a checkpoint, or ORG/NAME[@REVISION] of the Hugging Face hub, instead of "
+        "model.path (default: the bundled model)",
     )
     parser.add_argument("--port", metavar="N", help="of HTTP, instead of router.port; 0: any")
     parser.add_argument(
@@ -52,6 +60,24 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.FIELD=VALUE",
         help="any field of the configuration, over what CONFIG says; as often as you like",
     )
+
+
+class _ConfigOrModel(argparse.Action):
+    """A folder is a model, and so is a name of the hub; all else is a file."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        if not isinstance(values, Path):
+            return
+        if values.is_dir() or HubModel.meant_by(str(values)):
+            namespace.settings = [*namespace.settings, f"model.path={values}"]
+        else:
+            namespace.config = values
 
 
 _SHORT_FORMS = {"model": "model.path", "host": "router.host", "port": "router.port"}
@@ -76,6 +102,8 @@ def chosen_config(arguments: argparse.Namespace, *, base: Path | None = None) ->
         ConfigError: a field that cannot be.
     """
     config = load_config(arguments.config)
+    if arguments.model and any(one.startswith("model.path=") for one in arguments.settings):
+        raise ConfigError("--model", arguments.model, "another model is named", "one of them")
     return with_settings(config, settings_of(arguments), base=base or Path.cwd())
 
 

@@ -23,7 +23,9 @@ from deploy.display import (
     posture_table,
     ready_message,
 )
+from deploy.early_checks import check_named_files
 from deploy.errors import ClusterError
+from deploy.model_folder import with_model
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
 from runtime.config import ClusterConfig
 from runtime.config_file import load_config
@@ -39,7 +41,8 @@ _STOP_TIMEOUT_S = 70.0
 
 _EXAMPLES = """
 tandem up                                    # the bundled model on this CPU
-tandem up --model ./my-model --port 9000
+tandem up ./my-model --port 9000
+tandem up ORG/NAME@REVISION                  # of Hugging Face, downloaded first
 tandem up cluster.toml --set decode.instances=2 --set decode.dp=8
 tandem up --detach                           # returns when ready; tandem down stops it
 """
@@ -79,17 +82,21 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the cluster in the way that was asked for."""
-    from deploy.run import prepare
-
     if arguments.load_format is not None:
         arguments.settings.append(f"model.load_format={arguments.load_format}")
     config = chosen_config(arguments, base=arguments.in_background)
     run_dir = run_dir_of(config.cluster.name, config.cluster.run_dir)
+    if run_dir.read_state() is None:  # else it may be taken over, as it was started
+        check_named_files(config)
+        config = with_model(config, weights=True)
+    from deploy.run import prepare
+
     resolved = prepare(config, run_dir)
     if arguments.in_background is not None:
         configure_logging("controller")
         return _run_silent(resolved, run_dir, arguments.timeout)
     if arguments.detach:
+        arguments.settings += [f"model.path={config.model.path}", f"model.name={config.model.name}"]
         return _run_detached(run_dir, arguments)
     with run_dir.controller_log_path.open("w", encoding="utf-8") as log:
         configure_logging("controller", stream=log)

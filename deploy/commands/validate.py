@@ -11,6 +11,8 @@ from rich.console import Console
 
 from deploy.commands.common import add_command, add_config_arguments, chosen_config
 from deploy.display import posture_table
+from deploy.early_checks import check_named_files
+from deploy.model_folder import with_model
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
@@ -49,6 +51,10 @@ tandem validate cluster.toml --devices 24 --model-shape deepseek-r1   # before i
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what would be started; a ConfigError says what is wrong."""
+    named = chosen_config(arguments)  # looked at before what is heavy is imported
+    check_named_files(named)
+    if getattr(arguments, "model_shape", None) is None:
+        with_model(named)
     from deploy.checks import (
         check_config,
         checked_keys,

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     from runtime.logging import configure_logging
 
     configure_logging(arguments.instance)
-    config = with_model(load_config(arguments.config))
+    config = with_model(load_config(arguments.config), weights=True)
     if config.decode.leaves_drafts_open and config.decode.device_memory_gib:
         # Of memory ranks do not know; the rest they decide alike. Loads what models are made of.
         from deploy.drafts import with_drafts_decided

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from deploy.checks import resolve_config
 from deploy.fleet import Fleet
+from deploy.model_folder import model_like
 from deploy.plan import Role
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
@@ -70,7 +71,7 @@ def resolved_like(wanted: ClusterConfig, running: ClusterConfig, folder: Path) -
     ``folder`` is where the run keeps certificates of its own making.
 
     Raises:
-        ConfigError: see ``resolve_config``.
+        ConfigError: see ``resolve_config``; also another model of the hub.
     """
     router = dataclasses.replace(
         wanted.router,
@@ -80,7 +81,8 @@ def resolved_like(wanted: ClusterConfig, running: ClusterConfig, folder: Path) -
     tls = wanted.tls
     if tls.mode == "auto" and running.tls.ca and Path(running.tls.ca).parent == folder:
         tls = running.tls
-    return resolve_config(dataclasses.replace(wanted, router=router, tls=tls))
+    model = model_like(wanted.model, running.model)
+    return resolve_config(dataclasses.replace(wanted, router=router, tls=tls, model=model))
 
 
 def _folder(fleet: Fleet) -> Path:

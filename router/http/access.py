@@ -31,3 +31,10 @@ def right_for(path: str, *, metrics_are_open: bool) -> Right | None:
     right = _RIGHTS.get(path, Right.INFERENCE)
     is_open = path in OPEN or (right is Right.METRICS and metrics_are_open)
     return None if is_open else right
+
+
+def is_for_clients(path: str) -> bool:
+    """Whether ``path`` is of the API, and not for who runs or watches the cluster."""
+    return right_for(path, metrics_are_open=False) is Right.INFERENCE and not path.startswith(
+        CONSOLE
+    )

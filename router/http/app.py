@@ -14,6 +14,7 @@ from aiohttp import web
 
 from router.backend import Backend
 from router.errors import RequestError, as_tandem_error
+from router.http.access import is_for_clients
 from router.http.connections import Connections
 from router.http.cors import CrossOrigin
 from router.http.dialect import OPENAI, Dialect
@@ -350,16 +351,18 @@ def _unknown_url(request: web.Request) -> RequestError:
         resource.canonical
         for resource in request.app.router.resources()
         if isinstance(resource, web.PlainResource)
-    } - {"/"}
+    }
     path = request.path
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")
     if path != request.path and path in served:
         fix = f"use {path}: the client adds /v1 to a base URL that has it already"
+    elif f"/v1{path}" in served or path.startswith("/models/"):
+        fix = f"did you mean /v1{path}? The base URL of OpenAI's clients ends in /v1"
     elif path.startswith("/v1/responses/"):
         fix = "send the items of earlier answers as input: no response is stored here"
     else:
-        fix = f"use one of {', '.join(sorted(served))}"
+        fix = f"use one of {', '.join(sorted(filter(is_for_clients, served)))}"
     return RequestError(
         f"there is nothing at {request.method} {request.path}. Fix: {fix}",
         code="unknown_url",

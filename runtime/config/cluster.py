@@ -66,9 +66,10 @@ class ModelSection:
     """``[model]``: the checkpoint and how it is served."""
 
     path: str = ""
-    """Folder of a Hugging Face checkpoint; empty: the bundled model."""
+    """Folder of a Hugging Face checkpoint, or ORG/NAME[@REVISION] of its hub, from where it is
+    downloaded; empty: the bundled model."""
     name: str = ""
-    """The name that clients ask for; empty: the folder's name."""
+    """The name that clients ask for; empty: the folder's name, or ORG/NAME."""
     aliases: str = ""
     """Further names that clients may ask for, separated by commas."""
     max_model_len: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -202,11 +204,82 @@ def test_a_command_that_does_not_exist_is_answered_with_what_was_meant(
     assert advice in error
 
 
-def test_up_takes_a_model_by_its_folder_only(capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, error = run("up", "--model", "deepseek-ai/DeepSeek-V3", capsys=capsys)
+@pytest.mark.parametrize(
+    ("words", "command", "advice"),
+    [
+        ("up --prot 9000", "up", "takes no --prot. Fix: did you mean --port?"),
+        ("up -d", "up", "takes no -d. Fix: did you mean --detach?"),
+        ("up --name x", "up", "mean --set cluster.name=VALUE or --set model.name=VALUE?"),
+        ("up --max-model-len=9", "up", "did you mean --set model.max_model_len=VALUE?"),
+        ("up --tensor-parallel-size 8", "up", "did you mean --set prefill.tp=VALUE?"),
+        ("up --zzzz", "up", "Fix: one of --help, --model, --port,"),
+        ("validate --config x", "validate", "`tandem validate CONFIG`, without --config?"),
+        ("logs --folow", "logs", "did you mean --follow?"),
+        ("status prefill", "status", "takes no prefill. Fix: leave it out"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_answered_by_its_command(
+    words: str, command: str, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, error = run(*words.split(), capsys=capsys)
     assert status == 2
-    assert error.startswith("error: model.path = 'deepseek-ai/DeepSeek-V3': no such folder")
-    assert "hf download deepseek-ai/DeepSeek-V3" in error
+    assert error.startswith(f"usage: tandem {command} [-h]")
+    assert f"error: `tandem {command}` " in error
+    assert advice in error
+    assert "--in-background" not in error.partition("error:")[2]
+
+
+NOWHERE = {
+    "up --model /nowhere": "model.path = '/nowhere': cannot read config.json",
+    "validate --model /nowhere": "model.path = '/nowhere': cannot read config.json",
+    "validate /nowhere.toml": "file = '/nowhere.toml': No such file",
+    "up --set router.keys_file=/nowhere": "router.keys_file = '/nowhere': No such file",
+    "up --set router.models_file=/nowhere": "router.models_file = '/nowhere': No such file",
+    "up --set decode.expert_load=/nowhere": "decode.expert_load = '/nowhere': No such file",
+    "up --set tls.mode=files --set tls.cert=/n --set tls.key=/n --set tls.ca=/n": "tls.cert = '/n'",
+    "worker decode --config /nowhere --instance a --routers a:1": "file = '/nowhere': No such file",
+    "router --config /nowhere": "file = '/nowhere': No such file",
+    "up some/model": "some/model is no folder here; of the hub, some/model: HF_HUB_OFFLINE is set",
+}
+
+
+def test_what_is_not_there_is_told_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import json, sys; from deploy.cli import main; "
+        "print([main(words.split()) for words in json.loads(sys.argv[1])]); "
+        "print([name for name in ('ray', 'torch', 'grpc') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, json.dumps(list(NOWHERE))]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    statuses, heavy = result.stdout.splitlines()
+    assert json.loads(statuses) == [2] * (len(NOWHERE) - 1) + [1]
+    assert heavy == "[]"
+    lines = result.stderr.splitlines()
+    for line, message in zip(lines, NOWHERE.values(), strict=True):
+        assert line.startswith(f"error: {message}")
+        assert "Fix: " in line
+
+
+def test_the_first_word_may_be_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path)
+    (tmp_path / "small.toml").write_text("[model]\nname = 'small'\npath = 'model'\n")
+    monkeypatch.chdir(tmp_path)
+    for words in (["model"], [str(folder)], ["small.toml"], ["small.toml", "--model", "model"]):
+        status, output, _ = run("validate", *words, capsys=capsys)
+        assert status == 0
+        name = "small" if "small.toml" in words else "model"
+        assert f"model        {name} ({folder})" in output
+    status, _, error = run("validate", "model", "--model", "model", capsys=capsys)
+    assert status == 2
+    assert "--model = 'model': another model is named. Fix: one of them" in error
+    status, _, error = run("validate", "modle", capsys=capsys)
+    assert status == 2
+    assert "file = 'modle': No such file or directory. Fix: the path of a readable TOML" in error
 
 
 def test_fields_are_set_on_the_command_line(

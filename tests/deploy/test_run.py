@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from deploy.cli import main as tandem
 from deploy.ports import free_port
 from deploy.ray_connection import is_reachable
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
-from deploy.sweep import find_processes, is_alive, ray_folder
+from deploy.sweep import find_processes, is_alive, ray_folder, ray_temp_dir
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
 from tests.deploy.fakes import ROOT, fake_config
@@ -88,6 +89,9 @@ def test_a_role_grows_and_shrinks_and_ctrl_c_stops_everything_and_leaves_nothing
         assert state.phase is Phase.READY
         marked = {process.name() for process in find_processes(state.run_id)}
         assert {"gcs_server", "raylet"} <= marked
+        assert stat.S_IMODE(ray_folder(state.run_id).stat().st_mode) == 0o700
+        assert ray_temp_dir(state.run_id).is_dir()
+        assert {psutil.Process(process.pid).nice() for process in state.processes} == {0}
         config = ("--config", str(run.config_path))
         assert tandem(["scale", "decode", "+1", *config]) == 0
         assert "decode-1" in {process.name for process in run.state().processes}

@@ -89,14 +89,10 @@ def test_paths_of_a_file_start_at_the_file_or_at_home(
     assert config.cluster.run_dir == str(tmp_path / "runs")
 
 
-def test_the_id_of_a_model_on_hugging_face_is_recognised(tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_no_path_unless_there_is_one(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text("[model]\npath = 'deepseek-ai/DeepSeek-V3'")
-    with pytest.raises(ConfigError) as caught:
-        load_config(file)
-    assert caught.value.path == "model.path"
-    assert caught.value.value == "deepseek-ai/DeepSeek-V3"
-    assert "hf download deepseek-ai/DeepSeek-V3 --local-dir ./DeepSeek-V3" in caught.value.fix
+    assert load_config(file).model.path == "deepseek-ai/DeepSeek-V3"
     folder = tmp_path / "deepseek-ai" / "DeepSeek-V3"
     folder.mkdir(parents=True)
     assert load_config(file).model.path == str(folder)

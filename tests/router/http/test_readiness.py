@@ -172,8 +172,13 @@ async def test_a_wrong_method_or_url_says_what_is_right(
         assert "/v1/chat/completions: the client adds /v1" in await response.text()
     async with http.get("/v1/embeddings") as response:
         message = (await response.json())["error"]["message"]
-        assert "/v1/completions" in message
-        assert "/health" in message
+        assert "/v1/completions, " in message
+        assert "/console" not in message
+        assert "/status" not in message
+    for path in ("/models", "/models/some/name", "/chat/completions"):
+        async with http.get(path) as response:
+            assert response.status == 404
+            assert f"Fix: did you mean /v1{path}? The base URL" in await response.text()
 
 
 async def test_what_is_served_is_told(http: aiohttp.ClientSession, cluster: Cluster) -> None:
