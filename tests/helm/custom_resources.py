@@ -8,7 +8,6 @@ Written by hand from the public API references, for the versions that the chart 
 - HTTPRoute, gateway.networking.k8s.io/v1: Gateway API specification
 - InferencePool, inference.networking.k8s.io/v1: Gateway API inference extension
 - Certificate, cert-manager.io/v1: cert-manager API reference
-- RayCluster, ray.io/v1: KubeRay API reference
 
 A field that is not here is refused: whoever adds one looks it up there. Pods in them are checked
 with Kubernetes' own schemas (`test_manifests.py`).
@@ -209,23 +208,6 @@ def certificate() -> Schema:
     return resource("cert-manager.io/v1", "Certificate", spec)
 
 
-def ray_cluster() -> Schema:
-    """Ray on pods, by KubeRay."""
-    head = closed({"template": POD, "rayStartParams": STRINGS})
-    worker = closed(
-        {"template": POD, "rayStartParams": STRINGS, "groupName": NAME},
-        replicas=at_least(0),
-        minReplicas=at_least(0),
-        maxReplicas=at_least(1),
-    )
-    spec = closed(
-        {"headGroupSpec": head, "workerGroupSpecs": listing(worker)},
-        rayVersion=STRING,
-        enableInTreeAutoscaling=BOOLEAN,
-    )
-    return resource("ray.io/v1", "RayCluster", spec)
-
-
 def all_schemas() -> dict[str, Schema]:
     """By kind."""
     schemas = (
@@ -237,6 +219,5 @@ def all_schemas() -> dict[str, Schema]:
         http_route(),
         inference_pool(),
         certificate(),
-        ray_cluster(),
     )
     return {schema["properties"]["kind"]["const"]: schema for schema in schemas}

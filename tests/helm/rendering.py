@@ -117,11 +117,6 @@ def pod_templates(rendered: Rendered) -> dict[str, Manifest]:
     found = {}
     for manifest in (*rendered.manifests, *rendered.hooks):
         name = manifest["metadata"]["name"]
-        if manifest["kind"] == "RayCluster":
-            groups = manifest["spec"]
-            found[f"{name}-head"] = groups["headGroupSpec"]["template"]
-            for group in groups["workerGroupSpecs"]:
-                found[f"{name}-{group['groupName']}"] = group["template"]
-        elif manifest["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet", "Pod"):
+        if manifest["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet", "Pod"):
             found[name] = pod_template(manifest)
     return found

@@ -91,8 +91,6 @@ COMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "everything": ("cpu-demo", EVERYTHING),
     "everything encrypted": ("cpu-demo", merged(EVERYTHING, TLS)),
     "groups encrypted": ("h200-ep16", merged(EVERYTHING, TLS)),
-    "ray with everything": ("kuberay", EVERYTHING),
-    "ray on GPUs": ("h200-ep16", {"mode": "ray", "ray": {"workers": 3, "gpusPerHost": 8}}),
     "hpa": ("cpu-demo", merged(
         nested("prefill.autoscaling.mode", "hpa"), nested("decode.autoscaling.mode", "hpa"))),
     "hpa of a metric of one's own": ("cpu-demo", HPA_OF_ONE_METRIC),
@@ -109,7 +107,6 @@ COMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "source": "hostPath", "existingClaim": "", "hostPath": "/data/models"}}),
     "secrets that exist": ("cpu-demo", {
         "secret": {"existing": "mine"}, "tls": {"enabled": True, "existingSecret": "pem"}}),
-    "ray with keys": ("kuberay", {"keys": {"existingSecret": "tenants", "allowAnonymous": False}}),
     "little of it": ("cpu-demo", {
         "serviceAccount": {"create": False}, "networkPolicy": {"enabled": False},
         "router": {"pdb": {"enabled": False}}, "prefill": {"pdb": {"enabled": False}},

@@ -177,8 +177,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (merged(nested("decode.hosts", 3), nested("config.decode.dp", 8)), "decode.hosts = 3: the 8"),
     (nested("config.prefill", {"tp": 2, "dp": 2}), "config.prefill.dp = 2"),
     (nested("decode.autoscaling", {"minReplicas": 9}), "decode.autoscaling.minReplicas = 9"),
-    ({"mode": "ray", "decode": {"autoscaling": {"mode": "hpa"}}}, "decode.autoscaling.mode"),
-    (merged({"mode": "ray"}, {"tls": {"enabled": True, "existingSecret": "x"}}), "tls.enabled"),
     (nested("inferencePool.enabled", True), "inferencePool.endpointPicker.name"),
     (nested("httpRoute.enabled", True), "httpRoute.parentRefs"),
     (nested("httpRoute", {"enabled": True, "parentRefs": [{"name": "x"}], "toInferencePool": True}),

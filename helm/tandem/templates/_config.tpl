@@ -18,19 +18,12 @@
 {{- define "tandem.ownConfig" -}}
 cluster:
   name: {{ include "tandem.fullname" . | quote }}
-  {{- if eq .Values.mode "ray" }}
-  ray_address: auto
-  {{- else }}
   host: {{ .Values.listen | quote }}
   # Workers get theirs on the command line. A router's own HTTP processes call it here.
   advertise: localhost
-  {{- end }}
 model:
   path: {{ include "tandem.modelPath" . | quote }}
 router:
-  {{- if eq .Values.mode "ray" }}
-  host: {{ .Values.listen | quote }}
-  {{- end }}
   {{- if .Values.keys.existingSecret }}
   keys_file: /etc/tandem-keys/{{ .Values.keys.file }}
   {{- if .Values.keys.scrapeKey }}
@@ -51,12 +44,6 @@ tls:
   key: /etc/tandem-tls/tls.key
   ca: /etc/tandem-tls/ca.crt
   mutual: {{ .Values.tls.mutual }}
-{{- end }}
-{{- if eq .Values.mode "ray" }}
-prefill:
-  instances: {{ .Values.prefill.replicas }}
-decode:
-  instances: {{ .Values.decode.replicas }}
 {{- end }}
 {{- end -}}
 
@@ -95,7 +82,7 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 {{- end -}}
 {{- $toml := get (default dict .live.data) "config.toml" -}}
 {{- $hadNone := or (not (contains "num_speculative_tokens" $toml)) (contains "num_speculative_tokens = 0" $toml) -}}
-{{- if and $isOpen $toml $hadNone (eq .root.Values.mode "pods") -}}
+{{- if and $isOpen $toml $hadNone -}}
 {{- fail "config.decode.num_speculative_tokens is left out: this release runs without drafts, and the default is one where there can be any; workers with and without do not pair, so that a rolling update would stop service for a while. Fix: 0 to stay without; 1 in a second release, or here with that gap" -}}
 {{- end -}}
 {{- end -}}
@@ -177,16 +164,10 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 {{- if and $values.httpRoute.toInferencePool (not $values.inferencePool.enabled) -}}
 {{- fail "httpRoute.toInferencePool = true: there is no pool. Fix: inferencePool.enabled" -}}
 {{- end -}}
-{{- if and $values.tls.enabled (eq $values.mode "ray") -}}
-{{- fail "tls.enabled = true: with mode ray workers are called by the addresses of pods, which no certificate can name. Fix: false, and a network that encrypts; or mode pods" -}}
-{{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- $scaling := (index $values $role).autoscaling -}}
 {{- if gt ($scaling.minReplicas | int) ($scaling.maxReplicas | int) -}}
 {{- fail (printf "%s.autoscaling.minReplicas = %v: above maxReplicas, %v. Fix: %v or less" $role $scaling.minReplicas $scaling.maxReplicas $scaling.maxReplicas) -}}
-{{- end -}}
-{{- if and (eq $values.mode "ray") (ne $scaling.mode "none") -}}
-{{- fail (printf "%s.autoscaling.mode = %q: with mode ray there is no object to scale. Fix: none, and tandem scale" $role $scaling.mode) -}}
 {{- end -}}
 {{- $ranks := include "tandem.ranksPerHost" (dict "root" $ "role" $role) -}}
 {{- end -}}

@@ -13,9 +13,6 @@
 {{/* Of `router.models`, what a router would refuse when it starts. */}}
 {{- define "tandem.checkModels" -}}
 {{- $values := .Values -}}
-{{- if and $values.router.models (eq $values.mode "ray") -}}
-{{- fail (printf "router.models = %s: with mode ray no pods of another release can join. Fix: mode pods" (keys $values.router.models | sortAlpha | toJson)) -}}
-{{- end -}}
 {{- $folders := list (ternary (dir $values.model.bundledPath) $values.model.mountPath (eq $values.model.source "bundled")) -}}
 {{- range $values.router.extraVolumeMounts -}}
 {{- $folders = append $folders (trimSuffix "/" .mountPath) -}}
@@ -53,9 +50,6 @@
 {{- if $join.release -}}
 {{- if eq $join.release .Release.Name -}}
 {{- fail (printf "join.release = %q: is this release. Fix: another one, or empty for routers of its own" $join.release) -}}
-{{- end -}}
-{{- if eq $values.mode "ray" -}}
-{{- fail (printf "join.release = %q: with mode ray the head has routers of its own. Fix: mode pods" $join.release) -}}
 {{- end -}}
 {{- if $values.router.models -}}
 {{- fail (printf "router.models = %s: with join.release there are no routers here. Fix: name them in the release %s" (keys $values.router.models | sortAlpha | toJson) $join.release) -}}
