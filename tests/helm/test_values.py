@@ -26,6 +26,8 @@ NOT_OURS = ("podSecurityContext", "containerSecurityContext", "monitoring.dashbo
 """Maps whose keys belong to Kubernetes or to others."""
 
 
+ROLES = ("prefill", "decode")
+"""Their keys are those of `workers`."""
 NOT_EVERYWHERE = {"cluster.ray_address", "router.instances"}
 """Fields that a configuration may lack."""
 
@@ -44,11 +46,18 @@ def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield own
 
 
+def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a reference, or the first part of several, stands for."""
+    while "$ref" in schema or "allOf" in schema:
+        reference = schema["$ref"] if "$ref" in schema else schema["allOf"][0]["$ref"]
+        schema = SCHEMA["definitions"][reference.rpartition("/")[2]]
+    return schema
+
+
 def schema_leaves(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    while "$ref" in schema:
-        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
-    properties = schema.get("properties")
-    if not properties or path == "config" or "resources" in path.lower():
+    properties = resolved(schema).get("properties")
+    is_leaf = path in ("config", *ROLES) or "resources" in path.lower()
+    if not properties or is_leaf:
         yield path
         return
     for key, value in properties.items():
@@ -74,10 +83,11 @@ def test_the_values_that_the_documentation_names_exist() -> None:
     text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     named = re.findall(rf"(?:`|--set )((?:{'|'.join(VALUES)})(?:\.\w+)+)", text)
     assert len(named) > 30
+    values = VALUES | dict.fromkeys(ROLES, VALUES["workers"])
     for path in {*named} - {"tls.crt", "tls.key"}:
-        found: Any = VALUES
+        found: Any = values
         for key in path.split("."):
-            is_field = key == path.rpartition(".")[2] and key.islower() and found is not VALUES
+            is_field = key == path.rpartition(".")[2] and key.islower() and found is not values
             if is_field and key not in found:
                 assert hasattr(getattr(ClusterConfig(), path.partition(".")[0]), key), path
                 break
@@ -88,6 +98,24 @@ def test_the_values_that_the_documentation_names_exist() -> None:
 def test_the_schema_knows_the_values_and_no_others() -> None:
     known = {path for path in schema_leaves(SCHEMA) if path != "global"}
     assert known == set(leaves(VALUES))
+    properties = SCHEMA["properties"]
+    assert all(resolved(properties[role]) is resolved(properties["workers"]) for role in ROLES)
+
+
+def test_a_role_s_own_value_wins_over_that_of_all_workers_also_where_it_is_nothing() -> None:
+    common = {"replicas": 3, "pdb": {"enabled": True}, "nodeSelector": {"pool": "gpu"}}
+    own = {"replicas": 2, "pdb": {"enabled": False}, "nodeSelector": {"zone": "a"}, "env": []}
+    env = [{"name": "X", "value": "1"}]
+    rendered = render({"workers": {**common, "env": env}, "decode": own})
+    of = {role: rendered.get("StatefulSet", f"demo-tandem-{role}")["spec"] for role in ROLES}
+    assert [of[role]["replicas"] for role in ROLES] == [3, 2]
+    pods = {role: of[role]["template"]["spec"] for role in ROLES}
+    assert pods["prefill"]["nodeSelector"] == {"pool": "gpu"}
+    assert pods["decode"]["nodeSelector"] == {"pool": "gpu", "zone": "a"}
+    names = {role: [e["name"] for e in pods[role]["containers"][0]["env"]] for role in ROLES}
+    assert ("X" in names["prefill"], "X" in names["decode"]) == (True, False)
+    budgets = {each["metadata"]["name"] for each in rendered.of_kind("PodDisruptionBudget")}
+    assert budgets == {"demo-tandem-router", "demo-tandem-prefill"}
 
 
 def test_the_schema_takes_the_defaults_and_the_profiles() -> None:
@@ -130,6 +158,8 @@ def test_fields_of_the_charts_own_exist() -> None:
         ("decode.replicas", "three", "/decode/replicas"),
         ("decode.replica", 2, "/decode"),
         ("prefill.hosts", 2, "/prefill/hosts"),
+        ("workers.hosts", 2, "/workers/hosts"),
+        ("workers.replica", 2, "/workers"),
         ("prefill.ports.base", 80, "/prefill/ports/base"),
         ("router.ports.http", 99999, "/router/ports/http"),
         ("router.service.type", "Cluster", "/router/service/type"),

@@ -95,7 +95,7 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 
 {{- define "tandem.ranksPerHost" -}}
 {{- $ranks := include "tandem.ranks" . | int -}}
-{{- $hosts := (index .root.Values .role).hosts | int -}}
+{{- $hosts := (include "tandem.workers" . | fromYaml).hosts | int -}}
 {{- if mod $ranks $hosts -}}
 {{- fail (printf "%s.hosts = %d: the %d ranks of one worker (config.%s) are not shared out evenly. Fix: a divisor of %d" .role $hosts $ranks .role $ranks) -}}
 {{- end -}}
@@ -165,7 +165,7 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 {{- fail "httpRoute.toInferencePool = true: there is no pool. Fix: inferencePool.enabled" -}}
 {{- end -}}
 {{- range $role := list "prefill" "decode" -}}
-{{- $scaling := (index $values $role).autoscaling -}}
+{{- $scaling := (include "tandem.workers" (dict "root" $ "role" $role) | fromYaml).autoscaling -}}
 {{- if gt ($scaling.minReplicas | int) ($scaling.maxReplicas | int) -}}
 {{- fail (printf "%s.autoscaling.minReplicas = %v: above maxReplicas, %v. Fix: %v or less" $role $scaling.minReplicas $scaling.maxReplicas $scaling.maxReplicas) -}}
 {{- end -}}

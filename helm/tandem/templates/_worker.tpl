@@ -1,5 +1,10 @@
 {{/* Pods of prefill and decode: (dict "root" $ "role" "decode"). */}}
 
+{{/* Values of one role: those of `workers`, and its own over them. As YAML. */}}
+{{- define "tandem.workers" -}}
+{{- mergeOverwrite (deepCopy .root.Values.workers) (index .root.Values .role) | toYaml -}}
+{{- end -}}
+
 {{- define "tandem.roleName" -}}
 {{- printf "%s-%s" (include "tandem.fullname" .root) .role -}}
 {{- end -}}
@@ -7,7 +12,7 @@
 {{- define "tandem.workerPod" -}}
 {{- $root := .root -}}
 {{- $role := .role -}}
-{{- $values := index .root.Values .role -}}
+{{- $values := include "tandem.workers" . | fromYaml -}}
 {{- $part := dict "root" $root "values" $values "part" $role "role" $role -}}
 metadata:
   labels:
