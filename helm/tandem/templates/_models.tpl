@@ -14,7 +14,7 @@
 {{- define "tandem.checkModels" -}}
 {{- $values := .Values -}}
 {{- $folders := list (ternary (dir $values.model.bundledPath) $values.model.mountPath (eq $values.model.source "bundled")) -}}
-{{- range $values.router.extraVolumeMounts -}}
+{{- range (include "tandem.values" (dict "root" . "part" "router") | fromYaml).extraVolumeMounts -}}
 {{- $folders = append $folders (trimSuffix "/" .mountPath) -}}
 {{- end -}}
 {{- $first := default dict $values.config.model -}}
@@ -57,7 +57,7 @@
 {{- if $values.keys.existingSecret -}}
 {{- fail (printf "keys.existingSecret = %q: with join.release there is no HTTP here. Fix: keys in the release %s; one for `helm test` in test.keySecret" $values.keys.existingSecret $join.release) -}}
 {{- end -}}
-{{- $enabled := dict "ingress" $values.ingress "httpRoute" $values.httpRoute "inferencePool" $values.inferencePool "monitoring.serviceMonitor" $values.monitoring.serviceMonitor -}}
+{{- $enabled := dict "ingress" $values.ingress "route" $values.route "httpRoute" $values.httpRoute "inferencePool" $values.inferencePool "monitoring.serviceMonitor" $values.monitoring.serviceMonitor -}}
 {{- range $name, $value := $enabled -}}
 {{- if $value.enabled -}}
 {{- fail (printf "%s.enabled = true: with join.release there are no routers here. Fix: enable it in the release %s" $name $join.release) -}}
