@@ -1,4 +1,4 @@
-"""What others see of a release: alerts, dashboards, scalers, Services, gateways, and network rules."""
+"""What others see of a release: alerts, dashboards, scalers, Services, gateways, its network."""
 
 from __future__ import annotations
 

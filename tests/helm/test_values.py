@@ -229,7 +229,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (nested("model.source", "existingClaim"), 'model.path = "": model.source is existingClaim'),
     ({"model": {"source": "existingClaim", "path": "/models/x"}}, "model.existingClaim"),
     ({"model": {"source": "hostPath", "path": "/models/x"}}, "model.hostPath"),
-    ({"model": {"source": "existingClaim", "path": "/data/x"}}, 'model.path = "/data/x": is not in the'),
+    ({"model": {"source": "existingClaim", "path": "/data/x"}}, 'model.path = "/data/x": is not'),
     (nested("keys.allowAnonymous", False), 'keys.existingSecret = "": whoever reaches HTTP'),
     ({"keys": {}}, 'keys.existingSecret = ""'),
     ({"keys": {"existingSecret": "x", "allowAnonymous": True}}, "keys.allowAnonymous = true"),
