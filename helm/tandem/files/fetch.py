@@ -4,8 +4,8 @@
     python fetch.py wait SOURCE FOLDER
 
 SOURCE is ORG/NAME[@REVISION] of Hugging Face's hub, which `tandem download` fetches, or a folder as
-fsspec names it (s3://bucket/folder). Who fetches holds a lock beside the folder, so of the pods of a
-node one fetches and the others find it done. A file in the folder says of what it is whole.
+fsspec names it (s3://bucket/folder). Who fetches holds a lock beside the folder: of the pods of a
+node one fetches, and the others find it done. A file in the folder says of what it is whole.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def main(arguments: list[str]) -> int:
         with lock(given.folder):
             return fetch(given.source, given.folder)
     except PermissionError as error:
-        say(f"{error}: the user {os.getuid()} may not write there. Fix: give it the volume's folder")
+        say(f"{error}: the user {os.getuid()} may not write there. Fix: give it the folder")
     except OSError as error:
         say(f"{given.source} was not fetched: {error}")
     return 1
 
 
 def say(text: str) -> None:
+    """To the pod's log, at once."""
     print(text, flush=True)
 
 
@@ -58,6 +59,7 @@ def is_whole(source: str, folder: Path) -> bool:
 
 
 def read(file: Path) -> str:
+    """Its text; empty: there is no such file."""
     try:
         return file.read_text()
     except FileNotFoundError:

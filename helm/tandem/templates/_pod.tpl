@@ -108,6 +108,11 @@ spec:
     {{- end }}
   volumes:
     {{- include .volumes . | nindent 4 }}
+    {{- if and (eq (include "tandem.fetches" .root) "node") $first }}
+    {{- with .root.Values.model.download.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- end }}
     {{- with .values.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
