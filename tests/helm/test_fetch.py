@@ -129,6 +129,24 @@ def test_a_source_that_cannot_be_read_is_refused_with_the_fix(
     assert not (tmp_path / "x" / ".tandem-whole").exists()
 
 
+def test_a_store_that_breaks_off_is_said_in_one_line(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    class EndpointConnectionError(Exception):
+        """As a protocol's package has its own."""
+
+    def get_file(*_: object, **__: object) -> None:
+        raise EndpointConnectionError("Could not connect")
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+    assert run("fetch", source, tmp_path / "llama") == 1
+    words = "was not fetched: EndpointConnectionError: Could not connect"
+    assert words in capsys.readouterr().out
+    assert not (tmp_path / "llama" / ".tandem-whole").exists()
+
+
 def test_a_volume_that_is_too_small_is_said_before_anything_is_written(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
             return fetch(given.source, given.folder)
     except PermissionError as error:
         say(f"{error}: the user {os.getuid()} may not write there. Fix: give it the folder")
-    except OSError as error:
-        say(f"{given.source} was not fetched: {error}")
+    except Exception as error:  # a protocol's package raises what it likes
+        say(f"{given.source} was not fetched: {type(error).__name__}: {error}")
     return 1
 
 

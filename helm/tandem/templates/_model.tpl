@@ -53,6 +53,7 @@
 {{- if ne .part "router" -}}
 {{- $device = include "tandem.device" (dict "root" .root "role" .part) -}}
 {{- end -}}
+{{- $download := include "tandem.values" (dict "root" .root "part" "download") | fromYaml -}}
 {{- $image := default dict .values.image -}}
 {{- if $isNode -}}
 {{- $image = mergeOverwrite (deepCopy $image) .root.Values.model.download.image -}}
@@ -62,15 +63,15 @@
   {{- include "tandem.fetchCommand" (dict "root" .root "work" (ternary "fetch" "wait" $isNode)) | nindent 2 }}
   {{- if $isNode }}
   env:
-    {{- include "tandem.fetchEnv" .root | nindent 4 }}
-  {{- with .root.Values.model.download.envFrom }}
+    {{- include "tandem.fetchEnv" (dict "root" .root "values" $download) | nindent 4 }}
+  {{- with $download.envFrom }}
   envFrom:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   {{- end }}
   imagePullPolicy: {{ include "tandem.pullPolicy" (dict "root" .root "values" (dict "image" $image)) }}
   resources:
-    {{- toYaml (ternary .root.Values.model.download.resources (dict "requests" (dict "cpu" "10m" "memory" "64Mi") "limits" (dict "memory" "256Mi")) $isNode) | nindent 4 }}
+    {{- toYaml (ternary $download.resources (dict "requests" (dict "cpu" "10m" "memory" "64Mi") "limits" (dict "memory" "256Mi")) $isNode) | nindent 4 }}
   securityContext:
     {{- include "tandem.containerSecurity" (dict "values" (dict "containerSecurityContext" .values.containerSecurityContext)) | nindent 4 }}
   volumeMounts:
@@ -91,20 +92,21 @@ args:
   - {{ include "tandem.modelPath" .root | quote }}
 {{- end -}}
 
+{{/* (dict "root" $ "values" the download's) */}}
 {{- define "tandem.fetchEnv" -}}
-{{- $download := .Values.model.download -}}
 - name: HOME
   value: /tmp
 - name: PYTHONUNBUFFERED
   value: "1"
-{{- with $download.tokenSecret.name }}
+{{- $token := .values.tokenSecret }}
+{{- with $token.name }}
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
       name: {{ . | quote }}
-      key: {{ $download.tokenSecret.key | quote }}
+      key: {{ $token.key | quote }}
 {{- end }}
-{{- with concat (default list .Values.env) (default list $download.env) }}
+{{- with .values.env }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -132,7 +134,7 @@ name: download
 image: {{ include "tandem.image" (merge (dict "device" "cpu") .) | quote }}
 {{ include "tandem.fetchCommand" (dict "root" .root "work" "fetch") }}
 env:
-  {{- include "tandem.fetchEnv" .root | nindent 2 }}
+  {{- include "tandem.fetchEnv" . | nindent 2 }}
 resources:
   {{- toYaml .values.resources | nindent 2 }}
 volumeMounts:
