@@ -7,7 +7,6 @@ import runpy
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -191,8 +190,7 @@ def test_who_waits_goes_on_when_it_is_there(source: str, tmp_path: Path) -> None
     target = tmp_path / "llama"
     waiting = threading.Thread(target=run, args=("wait", source, target))
     waiting.start()
-    time.sleep(0)
-    assert waiting.is_alive()
+    assert waiting.is_alive(), "nobody has fetched it"
     assert run("fetch", source, target) == 0
     waiting.join(60)
     assert not waiting.is_alive()
