@@ -8,7 +8,7 @@ Written by hand from the public API references, for the versions that the chart 
 - HTTPRoute, gateway.networking.k8s.io/v1: Gateway API specification
 - InferencePool, inference.networking.k8s.io/v1: Gateway API inference extension
 - Certificate, cert-manager.io/v1: cert-manager API reference
-- RayCluster, ray.io/v1: KubeRay API reference
+- Route, route.openshift.io/v1: OpenShift API reference
 
 A field that is not here is refused: whoever adds one looks it up there. Pods in them are checked
 with Kubernetes' own schemas (`test_manifests.py`).
@@ -74,7 +74,7 @@ def resource(api_version: str, kind: str, spec: Schema) -> Schema:
 
 def leader_worker_set() -> Schema:
     """Groups of pods that live and die together."""
-    rolling = closed({}, maxUnavailable=at_least(0), maxSurge=at_least(0))
+    rolling = closed({}, maxUnavailable=at_least(0), maxSurge=at_least(0), partition=at_least(0))
     template = closed(
         {"workerTemplate": POD, "size": at_least(1)},
         restartPolicy=one_of("RecreateGroupOnPodRestart", "None"),
@@ -93,11 +93,17 @@ def leader_worker_set() -> Schema:
 
 def scaled_object() -> Schema:
     """KEDA scales a target by queries."""
-    prometheus = closed({"serverAddress": STRING, "query": STRING, "threshold": STRING})
+    prometheus = closed(
+        {"serverAddress": STRING, "query": STRING, "threshold": STRING}, authModes=STRING
+    )
+    authentication = closed(
+        {"name": NAME}, kind=one_of("TriggerAuthentication", "ClusterTriggerAuthentication")
+    )
     trigger = closed(
         {"type": one_of("prometheus"), "metadata": prometheus},
         name=STRING,
         metricType=one_of("AverageValue", "Value"),
+        authenticationRef=authentication,
     )
     spec = closed(
         {"scaleTargetRef": closed({"name": NAME}, apiVersion=STRING, kind=STRING)},
@@ -126,6 +132,7 @@ def _scrape() -> dict[str, Schema]:
         "interval": DURATION,
         "tlsConfig": closed({}, ca=closed({"secret": key}), serverName=STRING),
         "authorization": closed({}, credentials=key),
+        "relabelings": listing(closed({"targetLabel": STRING, "replacement": STRING})),
     }
 
 
@@ -209,21 +216,18 @@ def certificate() -> Schema:
     return resource("cert-manager.io/v1", "Certificate", spec)
 
 
-def ray_cluster() -> Schema:
-    """Ray on pods, by KubeRay."""
-    head = closed({"template": POD, "rayStartParams": STRINGS})
-    worker = closed(
-        {"template": POD, "rayStartParams": STRINGS, "groupName": NAME},
-        replicas=at_least(0),
-        minReplicas=at_least(0),
-        maxReplicas=at_least(1),
-    )
+def route() -> Schema:
+    """OpenShift's way to a Service."""
     spec = closed(
-        {"headGroupSpec": head, "workerGroupSpecs": listing(worker)},
-        rayVersion=STRING,
-        enableInTreeAutoscaling=BOOLEAN,
+        {"to": closed({"kind": one_of("Service"), "name": NAME})},
+        host=NAME,
+        port=closed({"targetPort": STRING}),
+        tls=closed(
+            {"termination": one_of("edge", "reencrypt", "passthrough")},
+            insecureEdgeTerminationPolicy=one_of("None", "Allow", "Redirect"),
+        ),
     )
-    return resource("ray.io/v1", "RayCluster", spec)
+    return resource("route.openshift.io/v1", "Route", spec)
 
 
 def all_schemas() -> dict[str, Schema]:
@@ -237,6 +241,6 @@ def all_schemas() -> dict[str, Schema]:
         http_route(),
         inference_pool(),
         certificate(),
-        ray_cluster(),
+        route(),
     )
     return {schema["properties"]["kind"]["const"]: schema for schema in schemas}

@@ -15,6 +15,7 @@ from helm_python.chart import Chart
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "tandem"
 PROFILES = sorted(path.stem for path in (CHART / "profiles").glob("*.yaml"))
+WITH_PODS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "Pod")
 Manifest = dict[str, Any]
 Values = Mapping[str, Any]
 
@@ -117,11 +118,6 @@ def pod_templates(rendered: Rendered) -> dict[str, Manifest]:
     found = {}
     for manifest in (*rendered.manifests, *rendered.hooks):
         name = manifest["metadata"]["name"]
-        if manifest["kind"] == "RayCluster":
-            groups = manifest["spec"]
-            found[f"{name}-head"] = groups["headGroupSpec"]["template"]
-            for group in groups["workerGroupSpecs"]:
-                found[f"{name}-{group['groupName']}"] = group["template"]
-        elif manifest["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet", "Pod"):
+        if manifest["kind"] in WITH_PODS:
             found[name] = pod_template(manifest)
     return found

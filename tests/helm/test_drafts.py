@@ -59,11 +59,8 @@ def test_any_other_upgrade_is_not(tmp_path: Path, toml: str, config: Values) -> 
     assert probe(tmp_path, CALL, live_of(toml), config=config) is None
 
 
-def test_neither_is_a_first_install_nor_a_cluster_that_starts_anew_as_a_whole(
-    tmp_path: Path,
-) -> None:
+def test_neither_is_a_first_install(tmp_path: Path) -> None:
     assert probe(tmp_path / "new", CALL, {}) is None
-    assert probe(tmp_path / "ray", CALL, live_of("[model]\n"), mode="ray") is None
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,16 @@ VERSIONS = sorted(
 )[-NUM_VERSIONS:]
 PEERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "apps"}}}]
 EVERYTHING: dict[str, Any] = {
-    "ingress": {"enabled": True, "className": "nginx", "host": "llm.example", "tlsSecret": "edge"},
+    "ingress": {
+        "enabled": True,
+        "className": "nginx",
+        "hosts": [
+            {"host": "llm.example"},
+            {"host": "b.example", "paths": [{"path": "/v1", "pathType": "Exact"}]},
+        ],
+        "tls": [{"secretName": "edge", "hosts": ["llm.example"]}],
+    },
+    "route": {"enabled": True, "host": "llm.example"},
     "httpRoute": {
         "enabled": True,
         "parentRefs": [{"name": "edge", "namespace": "gateways"}],
@@ -50,12 +59,17 @@ EVERYTHING: dict[str, Any] = {
         "podMonitor": {"enabled": True},
         "serviceMonitor": {"enabled": True},
         "prometheusRule": {"enabled": True},
+        "runbookBaseUrl": "https://docs.example/runbooks.html",
         "dashboards": {"enabled": True, "annotations": {"folder": "Tandem"}},
     },
     "networkPolicy": {"clients": PEERS},
     "image": {"pullSecrets": ["registry"]},
     "podLabels": {"team": "serving"},
     "podAnnotations": {"example/owner": "serving"},
+    "extraObjects": [
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}, "data": {}},
+        "{apiVersion: v1, kind: ConfigMap, metadata: {name: '{{ .Release.Name }}-b'}}",
+    ],
 }
 TLS: dict[str, Any] = {
     "tls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "internal"}}}
@@ -79,6 +93,15 @@ ROLE: dict[str, Any] = {
     "extraVolumeMounts": [{"name": "scratch", "mountPath": "/scratch"}],
     "cache": {"hostPath": "/var/lib/tandem-cache"},
 }
+OF_A_ROLE: dict[str, Any] = {
+    "image": {"registry": "registry.example", "tag": "other", "pullPolicy": "Always"},
+    "extraArgs": ["--log-level=debug"],
+    "extraContainers": [{"name": "logs", "image": "logs:1"}],
+    "initContainers": [{"name": "sysctl", "image": "tools:1", "command": ["true"]}],
+    "lifecycle": {"postStart": {"exec": {"command": ["true"]}}},
+    "terminationGracePeriodSeconds": 7200,
+    "probes": {"liveness": {"failureThreshold": 30}, "startup": {"initialDelaySeconds": 5}},
+}
 HPA_OF_ONE_METRIC = nested(
     "decode.autoscaling",
     {
@@ -91,8 +114,6 @@ COMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "everything": ("cpu-demo", EVERYTHING),
     "everything encrypted": ("cpu-demo", merged(EVERYTHING, TLS)),
     "groups encrypted": ("h200-ep16", merged(EVERYTHING, TLS)),
-    "ray with everything": ("kuberay", EVERYTHING),
-    "ray on GPUs": ("h200-ep16", {"mode": "ray", "ray": {"workers": 3, "gpusPerHost": 8}}),
     "hpa": ("cpu-demo", merged(
         nested("prefill.autoscaling.mode", "hpa"), nested("decode.autoscaling.mode", "hpa"))),
     "hpa of a metric of one's own": ("cpu-demo", HPA_OF_ONE_METRIC),
@@ -109,7 +130,6 @@ COMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "source": "hostPath", "existingClaim": "", "hostPath": "/data/models"}}),
     "secrets that exist": ("cpu-demo", {
         "secret": {"existing": "mine"}, "tls": {"enabled": True, "existingSecret": "pem"}}),
-    "ray with keys": ("kuberay", {"keys": {"existingSecret": "tenants", "allowAnonymous": False}}),
     "little of it": ("cpu-demo", {
         "serviceAccount": {"create": False}, "networkPolicy": {"enabled": False},
         "router": {"pdb": {"enabled": False}}, "prefill": {"pdb": {"enabled": False}},
@@ -124,6 +144,34 @@ COMBINATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "joined and encrypted": ("cpu-demo", merged(TLS, {
         "join": {"release": "other"}, "monitoring": {"podMonitor": {"enabled": True}}})),
     "IPv6": ("cpu-demo", {"listen": "::"}),
+    "both families": ("cpu-demo", {
+        "listen": "::", "ipFamilyPolicy": "RequireDualStack", "ipFamilies": ["IPv6", "IPv4"]}),
+    "a model of the hub": ("h200-ep16", {"model": {
+        "source": "claim", "existingClaim": "", "path": "",
+        "download": {"from": "deepseek-ai/DeepSeek-R1@main", "tokenSecret": {"name": "hub"}}}}),
+    "a copy on every node": ("h200-ep16", {"model": {
+        "source": "hostPath", "hostPath": "/data/models", "path": "",
+        "download": {"from": "s3://weights/DeepSeek-R1", "envFrom": [{"secretRef": {"name": "s3"}}]}
+    }}),
+    "an image of the model": ("h200-1p1d", {"model": {
+        "source": "image", "path": "/models", "image": {"reference": "registry/deepseek:r1"}}}),
+    "the nodes' network": ("h200-ep16", {
+        "hostNetwork": True, "hostIPC": True, "networkPolicy": {"nodeCIDRs": ["10.0.0.0/16"]}}),
+    "everything of a role": ("h200-ep16", {"router": OF_A_ROLE, "workers": OF_A_ROLE}),
+    "claimed devices": ("h200-ep16", {"workers": {"gpu": {"resource": ""}, "resourceClaims": [
+        {"name": "gpus", "resourceClaimTemplateName": "eight-gpus"}]}}),
+    "updates in parts": ("h200-ep16", {
+        "workers": {"updateStrategy": {"partition": 1, "maxUnavailable": 2}},
+        "router": {"updateStrategy": {"type": "Recreate"}}}),
+    "updates by hand": ("cpu-demo", {"workers": {"updateStrategy": {"type": "OnDelete"}}}),
+    "nothing runs": ("cpu-demo", {"workers": {"replicas": 0}, "router": {"replicas": 0}}),
+    "from zero": ("cpu-demo", {"workers": {"autoscaling": {
+        "mode": "keda", "minReplicas": 0,
+        "keda": {"authenticationRef": "thanos", "authModes": "bearer"}}}}),
+    "routers by load": ("cpu-demo", nested("router.autoscaling.mode", "hpa")),
+    "a balancer of one's own": ("cpu-demo", {"router": {"service": {
+        "type": "LoadBalancer", "nodePort": 30080, "loadBalancerClass": "example/inner",
+        "externalTrafficPolicy": "Local"}}}),
     "names": ("cpu-demo", {"fullnameOverride": "a-name-that-is-much-longer-than-any-should-be"}),
 }  # fmt: skip
 

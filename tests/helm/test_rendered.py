@@ -31,7 +31,6 @@ from tests.helm.rendering import (
 from tests.runtime.exports import make_exports
 
 H200 = ROOT / "deploy" / "configs" / "h200"
-POD_PROFILES = [name for name in PROFILES if name != "kuberay"]
 TLS = nested("tls", {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "x"}}})
 
 
@@ -61,18 +60,14 @@ def flags(container: Manifest) -> dict[str, str]:
 
 def config_of(rendered: Rendered) -> ClusterConfig:
     toml = rendered.get("ConfigMap", "demo-tandem-config")["data"]["config.toml"]
-    table = tomllib.loads(toml)
-    if not hasattr(ClusterConfig().cluster, "ray_address"):
-        table["cluster"].pop("ray_address", None)
-    return parse_config(table)
+    return parse_config(tomllib.loads(toml))
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_profile_holds_a_configuration(name: str) -> None:
     config = config_of(release(name))
     assert config.cluster.name == "demo-tandem"
-    if name != "kuberay":
-        assert config.cluster.host == "0.0.0.0"
+    assert config.cluster.host == "0.0.0.0"
 
 
 @pytest.mark.parametrize("name", ["ep16", "ep72"])
@@ -126,7 +121,7 @@ def test_probes_and_services_name_ports_that_there_are(name: str) -> None:
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= names
 
 
-@pytest.mark.parametrize("name", POD_PROFILES)
+@pytest.mark.parametrize("name", PROFILES)
 def test_kubernetes_waits_longer_than_a_drain_takes(name: str) -> None:
     rendered = release(name)
     for part, pod, container in containers(rendered):
@@ -139,7 +134,7 @@ def test_kubernetes_waits_longer_than_a_drain_takes(name: str) -> None:
         assert bool(hook) == part.endswith("router"), "only a router has to be forgotten first"
 
 
-@pytest.mark.parametrize("name", POD_PROFILES)
+@pytest.mark.parametrize("name", PROFILES)
 def test_workers_find_the_routers_also_before_these_are_ready(name: str) -> None:
     rendered = release(name)
     service = rendered.get("Service", "demo-tandem-routers")["spec"]
@@ -374,19 +369,7 @@ def test_notes_say_what_to_try() -> None:
     assert "helm -n serving test demo" in notes
     assert "scale statefulset/demo-tandem-decode --replicas=2" in notes
     assert "scale leaderworkerset/demo-tandem-decode" in release("h200-ep16").notes
-    assert "tandem scale decode" in release("kuberay").notes
     assert "WARNING" in render(nested("networkPolicy.enabled", False)).notes
-
-
-def test_the_head_of_a_ray_cluster_runs_tandem_up() -> None:
-    rendered = release("kuberay")
-    assert not rendered.of_kind("StatefulSet")
-    spec = rendered.get("RayCluster", "demo-tandem")["spec"]
-    head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
-    assert head["args"][0].rstrip().endswith("exec tandem up /etc/tandem/config.toml")
-    toml = rendered.get("ConfigMap", "demo-tandem-config")["data"]["config.toml"]
-    assert tomllib.loads(toml)["cluster"]["ray_address"] == "auto"
-    assert spec["workerGroupSpecs"][0]["replicas"] == 2
 
 
 def folders_of(pod: Manifest) -> dict[str, str]:
@@ -395,21 +378,17 @@ def folders_of(pod: Manifest) -> dict[str, str]:
     return {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
 
 
-@pytest.mark.parametrize(
-    ("name", "head"), [("cpu-demo", "demo-tandem-router"), ("kuberay", "demo-tandem-ray-head")]
-)
-def test_keys_are_where_routers_look_for_them_and_nowhere_else(name: str, head: str) -> None:
+def test_keys_are_where_routers_look_for_them_and_nowhere_else() -> None:
     keys = {"existingSecret": "tenants", "file": "api.toml", "testKey": "one"}
-    rendered = render(merged(profile(name), {"keys": {**keys, "allowAnonymous": False}}))
+    rendered = render({"keys": {**keys, "allowAnonymous": False}})
     router = config_of(rendered).router
     assert router.keys_file == "/etc/tandem-keys/api.toml"
     assert not router.allow_anonymous
     pods = pod_templates(rendered)
-    has_keys = [part for part, pod in pods.items() if "keys" in folders_of(pod)]
-    is_head = re.compile(rf"{head}|demo-tandem-head")
-    assert len(has_keys) == 1
-    assert is_head.fullmatch(has_keys[0])
-    pod = pods[has_keys[0]]
+    assert [part for part, pod in pods.items() if "keys" in folders_of(pod)] == [
+        "demo-tandem-router"
+    ]
+    pod = pods["demo-tandem-router"]
     assert folders_of(pod)["keys"] == str(Path(router.keys_file).parent)
     (volume,) = [each for each in pod["spec"]["volumes"] if each["name"] == "keys"]
     assert volume["secret"]["secretName"] == "tenants"

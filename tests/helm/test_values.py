@@ -6,7 +6,8 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, getitem
 from typing import Any
 
 import pytest
@@ -22,10 +23,20 @@ from tests.helm.rendering import CHART, PROFILES, ROOT, merged, nested, profile,
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 VALUES_TEXT = (CHART / "values.yaml").read_text(encoding="utf-8")
 VALUES = yaml.safe_load(VALUES_TEXT)
-NOT_OURS = ("podSecurityContext", "containerSecurityContext", "monitoring.dashboards.labels")
+OF_PODS = tuple(SCHEMA["definitions"]["pod"]["properties"])
+PARTS = ("router", "workers", "test", "model.download")
+"""Each takes what may be told to every pod, which stands in the values once."""
+NOT_OURS = (
+    "podSecurityContext",
+    "containerSecurityContext",
+    "monitoring.dashboards.labels",
+    "route.annotations",
+)
 """Maps whose keys belong to Kubernetes or to others."""
 
 
+ROLES = ("prefill", "decode")
+"""Their keys are those of `workers`."""
 NOT_EVERYWHERE = {"cluster.ray_address", "router.instances"}
 """Fields that a configuration may lack."""
 
@@ -44,11 +55,26 @@ def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield own
 
 
+def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a reference, or the first part of several, stands for."""
+    while "$ref" in schema or "allOf" in schema:
+        reference = schema["$ref"] if "$ref" in schema else schema["allOf"][0]["$ref"]
+        schema = reduce(getitem, reference.removeprefix("#/").split("/"), SCHEMA)
+    return schema
+
+
+def value_at(path: str) -> Any:
+    """The default of a value; None: there is none."""
+    found: Any = VALUES
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
 def schema_leaves(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    while "$ref" in schema:
-        schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
-    properties = schema.get("properties")
-    if not properties or path == "config" or "resources" in path.lower():
+    properties = resolved(schema).get("properties")
+    is_empty = bool(path) and value_at(path) == {}
+    if not properties or is_empty or "resources" in path.lower():
         yield path
         return
     for key, value in properties.items():
@@ -74,10 +100,13 @@ def test_the_values_that_the_documentation_names_exist() -> None:
     text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     named = re.findall(rf"(?:`|--set )((?:{'|'.join(VALUES)})(?:\.\w+)+)", text)
     assert len(named) > 30
+    of_pods = {key: VALUES[key] for key in OF_PODS}
+    values = VALUES | {part: VALUES[part] | of_pods for part in ("router", "workers", "test")}
+    values |= dict.fromkeys(ROLES, values["workers"])
     for path in {*named} - {"tls.crt", "tls.key"}:
-        found: Any = VALUES
+        found: Any = values
         for key in path.split("."):
-            is_field = key == path.rpartition(".")[2] and key.islower() and found is not VALUES
+            is_field = key == path.rpartition(".")[2] and key.islower() and found is not values
             if is_field and key not in found:
                 assert hasattr(getattr(ClusterConfig(), path.partition(".")[0]), key), path
                 break
@@ -86,8 +115,29 @@ def test_the_values_that_the_documentation_names_exist() -> None:
 
 
 def test_the_schema_knows_the_values_and_no_others() -> None:
-    known = {path for path in schema_leaves(SCHEMA) if path != "global"}
+    of_parts = {f"{part}.{key}" for part in PARTS for key in OF_PODS}
+    known = set(schema_leaves(SCHEMA))
+    assert known >= of_parts
+    known -= of_parts | {path for path in known if path.startswith("global")}
     assert known == set(leaves(VALUES))
+    properties = SCHEMA["properties"]
+    assert all(resolved(properties[role]) is resolved(properties["workers"]) for role in ROLES)
+
+
+def test_a_role_s_own_value_wins_over_that_of_all_workers_also_where_it_is_nothing() -> None:
+    common = {"replicas": 3, "pdb": {"enabled": True}, "nodeSelector": {"pool": "gpu"}}
+    own = {"replicas": 2, "pdb": {"enabled": False}, "nodeSelector": {"zone": "a"}, "env": []}
+    env = [{"name": "X", "value": "1"}]
+    rendered = render({"workers": {**common, "env": env}, "decode": own})
+    of = {role: rendered.get("StatefulSet", f"demo-tandem-{role}")["spec"] for role in ROLES}
+    assert [of[role]["replicas"] for role in ROLES] == [3, 2]
+    pods = {role: of[role]["template"]["spec"] for role in ROLES}
+    assert pods["prefill"]["nodeSelector"] == {"pool": "gpu"}
+    assert pods["decode"]["nodeSelector"] == {"pool": "gpu", "zone": "a"}
+    names = {role: [e["name"] for e in pods[role]["containers"][0]["env"]] for role in ROLES}
+    assert ("X" in names["prefill"], "X" in names["decode"]) == (True, False)
+    budgets = {each["metadata"]["name"] for each in rendered.of_kind("PodDisruptionBudget")}
+    assert budgets == {"demo-tandem-router", "demo-tandem-prefill"}
 
 
 def test_the_schema_takes_the_defaults_and_the_profiles() -> None:
@@ -129,10 +179,23 @@ def test_fields_of_the_charts_own_exist() -> None:
     ("path", "value", "place"),
     [
         ("decode.replicas", -1, "/decode/replicas"),
-        ("decode.replicas", 0, "/decode/replicas"),
+        ("decode.hostNetwork", "yes", "/decode/hostNetwork"),
+        ("decode.podSecurity", {}, "/decode"),
+        ("router.probes.liveness.failures", 9, "/router/probes/liveness"),
+        ("router.image.name", "x", "/router/image"),
+        ("router.lifecycle.preStart", {}, "/router/lifecycle"),
+        ("test.toleration", [], "/test"),
+        ("model.download.from", "deepseek", "/model/download/from"),
+        ("model.download.form", "org/x", "/model/download"),
+        ("networkPolicy.nodeCIDRs", ["10.0.0.1"], "/networkPolicy/nodeCIDRs/0"),
+        ("ingress.hosts", [{"name": "x"}], "/ingress/hosts/0"),
+        ("dnsPolicy", "Cluster", "/dnsPolicy"),
+        ("monitoring.runbookBaseUrl", "docs", "/monitoring/runbookBaseUrl"),
         ("decode.replicas", "three", "/decode/replicas"),
         ("decode.replica", 2, "/decode"),
         ("prefill.hosts", 2, "/prefill/hosts"),
+        ("workers.hosts", 2, "/workers/hosts"),
+        ("workers.replica", 2, "/workers"),
         ("prefill.ports.base", 80, "/prefill/ports/base"),
         ("router.ports.http", 99999, "/router/ports/http"),
         ("router.service.type", "Cluster", "/router/service/type"),
@@ -169,7 +232,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (nested("model.source", "existingClaim"), 'model.path = "": model.source is existingClaim'),
     ({"model": {"source": "existingClaim", "path": "/models/x"}}, "model.existingClaim"),
     ({"model": {"source": "hostPath", "path": "/models/x"}}, "model.hostPath"),
-    ({"model": {"source": "claim", "path": "/data/x"}}, 'model.path = "/data/x": is not in the'),
+    ({"model": {"source": "existingClaim", "path": "/data/x"}}, 'model.path = "/data/x": is not'),
     (nested("keys.allowAnonymous", False), 'keys.existingSecret = "": whoever reaches HTTP'),
     ({"keys": {}}, 'keys.existingSecret = ""'),
     ({"keys": {"existingSecret": "x", "allowAnonymous": True}}, "keys.allowAnonymous = true"),
@@ -177,11 +240,28 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     (nested("tls.enabled", True), "tls.existingSecret"),
     (nested("tls.certManager", {"enabled": True, "issuerRef": {"name": "x"}}), "tls.enabled"),
     ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "issuerRef.name"),
+    (nested("model.source", "claim"), "model.source = claim: nothing fills the new claim"),
+    ({"model": {"source": "claim", "download": {"from": "o/m"},
+                "claim": {"accessModes": ["ReadOnlyMany"]}}}, "model.claim.accessModes"),
+    ({"model": {"source": "claim", "path": "/models", "download": {"from": "o/m"}}},
+     'model.path = "/models": what is fetched'),
+    (nested("model.download.from", "o/m"), 'model.download.from = "o/m": model.source is bundled'),
+    ({"model": {"source": "image", "path": "/models"}}, "model.image.reference"),
+    (nested("enabled", False), "enabled = false"),
+    (nested("decode.hostNetwork", True), "decode.hostNetwork = true"),
+    (nested("router.hostNetwork", True), "router.hostNetwork = true"),
+    (nested("decode.terminationGracePeriodSeconds", 5), "decode.terminationGracePeriodSeconds = 5"),
+    (merged(nested("config.decode.device", "cuda"), nested("decode.gpu.resource", "")),
+     "decode.gpu.resource"),
+    (merged(nested("decode.hosts", 2), nested("config.decode.dp", 2),
+            nested("decode.updateStrategy.type", "OnDelete")), "decode.updateStrategy.type"),
+    (nested("decode.autoscaling", {"mode": "hpa", "minReplicas": 0}), "minReplicas = 0"),
+    (nested("route", {"enabled": True, "termination": "reencrypt"}), "route.termination"),
+    (nested("monitoring.prometheusRule", {"enabled": True, "disabled": ["Tandem"]}),
+     'monitoring.prometheusRule.disabled = "Tandem": there is no such alert'),
     (merged(nested("decode.hosts", 3), nested("config.decode.dp", 8)), "decode.hosts = 3: the 8"),
     (nested("config.prefill", {"tp": 2, "dp": 2}), "config.prefill.dp = 2"),
     (nested("decode.autoscaling", {"minReplicas": 9}), "decode.autoscaling.minReplicas = 9"),
-    ({"mode": "ray", "decode": {"autoscaling": {"mode": "hpa"}}}, "decode.autoscaling.mode"),
-    (merged({"mode": "ray"}, {"tls": {"enabled": True, "existingSecret": "x"}}), "tls.enabled"),
     (nested("inferencePool.enabled", True), "inferencePool.endpointPicker.name"),
     (nested("httpRoute.enabled", True), "httpRoute.parentRefs"),
     (nested("httpRoute", {"enabled": True, "parentRefs": [{"name": "x"}], "toInferencePool": True}),

@@ -2,6 +2,7 @@
 
 Manifests as Helm renders them are run on this machine: each pod has its own address, each container
 its own root file system and processes, with environment, volumes, names, probes, hooks and grace as
-a kubelet has them. What is not honoured: limits of CPU and memory, NetworkPolicies, scheduling,
-images (a container sees this machine's Python and this tree instead).
+a kubelet has them. What is not honoured: limits of CPU and memory, NetworkPolicies, scheduling, and
+names of images: a container sees what ``TANDEM_IMAGE`` names (`tests.images.build`), or this
+machine's Python and this tree.
 """

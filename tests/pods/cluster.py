@@ -1,7 +1,7 @@
 """What a test says to such a cluster: install, wait, scale, run `helm test`.
 
-Deployments, StatefulSets and LeaderWorkerSets as their controllers have them. The cluster lives on
-a thread of its own; a test calls it from any other.
+Deployments, StatefulSets and LeaderWorkerSets as their controllers have them, and Jobs of one pod.
+The cluster lives on a thread of its own; a test calls it from any other.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class PodCluster:
 
     async def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        image = Image.of_this_tree(self._folder / "image")
+        image = Image.here(self._folder / "image")
         self._node = Node(self._objects, self._folder / "pods", image)
         await self._node.open()
         for manifest in self._objects.of_kind("Deployment", "StatefulSet"):
@@ -170,6 +170,9 @@ class PodCluster:
             self._controllers.append(asyncio.create_task(work(manifest), name=f"keep {name}"))
         for manifest in self._objects.of_kind("LeaderWorkerSet"):
             self._keep_groups(manifest)
+        for manifest in self._objects.of_kind("Job"):
+            name = f"{manifest['metadata']['name']}-{secrets.token_hex(3)}"
+            self._node.start_pod(name, manifest["spec"]["template"])
 
     def _keep_groups(self, manifest: Manifest) -> None:
         name = manifest["metadata"]["name"]

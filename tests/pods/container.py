@@ -21,6 +21,8 @@ BUNDLED_MODEL = REPOSITORY / "deploy" / "models" / "tandem-python"
 IMAGE_BIN = "/opt/tandem/bin"
 IMAGE_MODEL = "/opt/tandem/models/tandem-python"
 IMAGE_USER = 10001
+OF_A_POD = ("dev", "etc", "proc", "run", "sys", "tmp", "var")
+"""Folders of a root that are made for each container."""
 _TANDEM = """\
 #!{python}
 import sys
@@ -31,17 +33,38 @@ sys.exit(main())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """What stands for the image: this interpreter, its packages and this tree.
+    """What a container runs: the image itself, or what stands for it.
 
     Attributes:
         entrypoint: run where a container names no command.
         environment: of every container.
         mounts: what of this machine is where in the root, read-only.
+        etc: a folder whose files are those of /etc, but for the pod's own; empty: there are none.
     """
 
     entrypoint: tuple[str, ...]
     environment: Mapping[str, str]
     mounts: tuple[tuple[str, str], ...]
+    etc: str = ""
+
+    @classmethod
+    def here(cls, folder: Path) -> Image:
+        """The image that ``TANDEM_IMAGE`` names (`tests.images.build`), or else this tree."""
+        built = os.environ.get("TANDEM_IMAGE")
+        return cls.of_build(Path(built)) if built else cls.of_this_tree(folder)
+
+    @classmethod
+    def of_build(cls, folder: Path) -> Image:
+        """What was built into ``folder``."""
+        root = (folder / "root").resolve()
+        config = json.loads((folder / "image.json").read_text())
+        parts = [one for one in sorted(root.iterdir()) if one.is_dir() and not one.is_symlink()]
+        return cls(
+            entrypoint=(*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())),
+            environment=dict(line.split("=", 1) for line in config["Env"]),
+            mounts=tuple((str(one), f"/{one.name}") for one in parts if one.name not in OF_A_POD),
+            etc=str(root / "etc"),
+        )
 
     @classmethod
     def of_this_tree(cls, folder: Path) -> Image:
@@ -77,6 +100,7 @@ class ContainerPlan:
         pause_pid: a process in the pod's network namespace.
         hostname: of the pod.
         etc: files of /etc that are the pod's own.
+        etc_of_image: a folder with the others; empty: there are none.
         mounts: as ``enter.py`` has them.
         security: the pod's and the container's securityContext together.
         working_dir: where it starts.
@@ -89,6 +113,7 @@ class ContainerPlan:
     pause_pid: int
     hostname: str
     etc: Mapping[str, str]
+    etc_of_image: str
     mounts: tuple[Mapping[str, Any], ...]
     security: Manifest
     working_dir: str
@@ -125,6 +150,7 @@ class ContainerPlan:
             "command": self.command,
             "environment": dict(self.environment),
             "etc": dict(self.etc),
+            "etc_of_image": self.etc_of_image,
             "mounts": list(self.mounts),
             "read_only": bool(self.security.get("readOnlyRootFilesystem")),
             "may_gain_rights": bool(self.security.get("allowPrivilegeEscalation", True)),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -79,8 +80,13 @@ def _build(root: Path, spec: dict[str, Any]) -> None:
         _mount("--bind", f"/dev/{device}", str(root / "dev" / device))
     (root / "dev" / "shm").mkdir()
     _mount("-t", "tmpfs", "-o", f"size={_SHM_BYTES},mode=1777", "shm", str(root / "dev" / "shm"))
+    if spec["etc_of_image"]:
+        shutil.copytree(spec["etc_of_image"], root / "etc", symlinks=True, dirs_exist_ok=True)
     for name, text in spec["etc"].items():
-        (root / "etc" / name).write_text(text)
+        # Who is who is the image's to say.
+        if not (spec["etc_of_image"] and name in ("passwd", "group")):
+            (root / "etc" / name).unlink(missing_ok=True)
+            (root / "etc" / name).write_text(text)
     # Those of the image first: volumes may be inside of them.
     for mount in spec["mounts"]:
         _bind(Path(mount["source"]), root / mount["target"].lstrip("/"), mount["read_only"])

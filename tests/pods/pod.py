@@ -103,7 +103,10 @@ class Pod:
     async def _run_first(self, container: Manifest) -> None:
         while True:
             running = await Container.start(self._plan(container))
-            status = await running.wait()
+            try:
+                status = await running.wait()
+            finally:
+                await running.kill()
             if status == 0:
                 return
             self._note(f"init container {container['name']} exited {status}:\n{running.tail()}")
@@ -133,6 +136,7 @@ class Pod:
             pause_pid=place.held.pid,
             hostname=place.hostname,
             etc=place.etc,
+            etc_of_image=place.image.etc,
             mounts=tuple(mounts + self._mounts_of(container)),
             security=security,
             working_dir=container.get("workingDir", "/"),

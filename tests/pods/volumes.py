@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ _GROUP_READS = 0o440
 
 
 def lay_out(pod: Manifest, folder: Path, objects: Manifests, facts: PodFacts) -> dict[str, Path]:
-    """The folder of each volume, by name.
+    """The folder of each volume, by name. Claims are folders beside those of the pods.
 
     Raises:
         ManifestError: a volume is of what is not there.
@@ -23,11 +23,17 @@ def lay_out(pod: Manifest, folder: Path, objects: Manifests, facts: PodFacts) ->
     group = (pod.get("securityContext") or {}).get("fsGroup")
     paths: dict[str, Path] = {}
     for volume in pod.get("volumes") or ():
-        path = folder / volume["name"]
-        path.mkdir(parents=True)
-        paths[volume["name"]] = _fill(volume, path, objects, facts)
+        is_claim = "persistentVolumeClaim" in volume
+        if is_claim:
+            path = _claimed(volume["persistentVolumeClaim"], folder.parents[1], objects)
+        else:
+            (folder / volume["name"]).mkdir(parents=True)
+            path = _fill(volume, folder / volume["name"], objects, facts)
+        paths[volume["name"]] = path
         if group is not None and "hostPath" not in volume:
-            _give_to(path, int(group), writable="emptyDir" in volume)
+            # Who fills a claim may be at it just now, and writes as that group.
+            files = () if is_claim else path.rglob("*")
+            _give_to(path, files, int(group), writable=is_claim or "emptyDir" in volume)
     return paths
 
 
@@ -42,6 +48,15 @@ def _fill(volume: Mapping[str, Any], path: Path, objects: Manifests, facts: PodF
             _project(source, path, objects, facts, mode)
     else:
         _project(volume, path, objects, facts, _FILE_MODE)
+    return path
+
+
+def _claimed(source: Mapping[str, Any], place: Path, objects: Manifests) -> Path:
+    name = source["claimName"]
+    if objects.find("PersistentVolumeClaim", name) is None:
+        raise ManifestError(f"persistentvolumeclaim {name!r} not found")
+    path = place / f"claim-{name}"
+    path.mkdir(exist_ok=True)
     return path
 
 
@@ -94,12 +109,12 @@ def _write(path: Path, files: Mapping[str, bytes], mode: int) -> None:
         file.chmod(mode)
 
 
-def _give_to(path: Path, group: int, *, writable: bool) -> None:
+def _give_to(path: Path, files: Iterable[Path], group: int, *, writable: bool) -> None:
     """As fsGroup: the group owns it all and may read it, or write what is the pod's own."""
     os.chown(path, -1, group)
     if writable:
         path.chmod(0o2777)
-    for file in path.rglob("*"):
+    for file in files:
         os.chown(file, -1, group)
         if file.is_file():
             file.chmod(file.stat().st_mode | _GROUP_READS)

@@ -1,13 +1,5 @@
 {{/* The TOML file, and what follows from it. */}}
 
-{{- define "tandem.modelPath" -}}
-{{- if eq .Values.model.source "bundled" -}}
-{{- .Values.model.bundledPath -}}
-{{- else -}}
-{{- .Values.model.path -}}
-{{- end -}}
-{{- end -}}
-
 {{/* What this release's workers serve, as clients ask for it. */}}
 {{- define "tandem.modelName" -}}
 {{- $model := default dict .Values.config.model -}}
@@ -18,19 +10,12 @@
 {{- define "tandem.ownConfig" -}}
 cluster:
   name: {{ include "tandem.fullname" . | quote }}
-  {{- if eq .Values.mode "ray" }}
-  ray_address: auto
-  {{- else }}
   host: {{ .Values.listen | quote }}
   # Workers get theirs on the command line. A router's own HTTP processes call it here.
   advertise: localhost
-  {{- end }}
 model:
   path: {{ include "tandem.modelPath" . | quote }}
 router:
-  {{- if eq .Values.mode "ray" }}
-  host: {{ .Values.listen | quote }}
-  {{- end }}
   {{- if .Values.keys.existingSecret }}
   keys_file: /etc/tandem-keys/{{ .Values.keys.file }}
   {{- if .Values.keys.scrapeKey }}
@@ -51,12 +36,6 @@ tls:
   key: /etc/tandem-tls/tls.key
   ca: /etc/tandem-tls/ca.crt
   mutual: {{ .Values.tls.mutual }}
-{{- end }}
-{{- if eq .Values.mode "ray" }}
-prefill:
-  instances: {{ .Values.prefill.replicas }}
-decode:
-  instances: {{ .Values.decode.replicas }}
 {{- end }}
 {{- end -}}
 
@@ -95,7 +74,7 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 {{- end -}}
 {{- $toml := get (default dict .live.data) "config.toml" -}}
 {{- $hadNone := or (not (contains "num_speculative_tokens" $toml)) (contains "num_speculative_tokens = 0" $toml) -}}
-{{- if and $isOpen $toml $hadNone (eq .root.Values.mode "pods") -}}
+{{- if and $isOpen $toml $hadNone -}}
 {{- fail "config.decode.num_speculative_tokens is left out: this release runs without drafts, and the default is one where there can be any; workers with and without do not pair, so that a rolling update would stop service for a while. Fix: 0 to stay without; 1 in a second release, or here with that gap" -}}
 {{- end -}}
 {{- end -}}
@@ -108,7 +87,7 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 
 {{- define "tandem.ranksPerHost" -}}
 {{- $ranks := include "tandem.ranks" . | int -}}
-{{- $hosts := (index .root.Values .role).hosts | int -}}
+{{- $hosts := (include "tandem.values" (dict "root" .root "part" .role) | fromYaml).hosts | int -}}
 {{- if mod $ranks $hosts -}}
 {{- fail (printf "%s.hosts = %d: the %d ranks of one worker (config.%s) are not shared out evenly. Fix: a divisor of %d" .role $hosts $ranks .role $ranks) -}}
 {{- end -}}
@@ -133,20 +112,13 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 {{/* What the schema cannot say because it takes two values. */}}
 {{- define "tandem.check" -}}
 {{- $values := .Values -}}
+{{- if not $values.enabled -}}
+{{- fail "enabled = false: only a chart that has this one among its own reads it, by `condition: tandem.enabled`. Fix: true, or uninstall the release" -}}
+{{- end -}}
 {{- include "tandem.checkModels" . -}}
+{{- include "tandem.checkHostNetwork" . -}}
 {{- include "tandem.checkJoin" . -}}
-{{- if and (ne $values.model.source "bundled") (not $values.model.path) -}}
-{{- fail (printf "model.path = \"\": model.source is %s. Fix: the checkpoint's folder, below %s" $values.model.source $values.model.mountPath) -}}
-{{- end -}}
-{{- if and (ne $values.model.source "bundled") (ne $values.model.path $values.model.mountPath) (not (hasPrefix (printf "%s/" $values.model.mountPath) $values.model.path)) -}}
-{{- fail (printf "model.path = %q: is not in the volume. Fix: a folder below model.mountPath, %s" $values.model.path $values.model.mountPath) -}}
-{{- end -}}
-{{- if and (eq $values.model.source "existingClaim") (not $values.model.existingClaim) -}}
-{{- fail "model.existingClaim = \"\": model.source is existingClaim. Fix: the claim's name" -}}
-{{- end -}}
-{{- if and (eq $values.model.source "hostPath") (not $values.model.hostPath) -}}
-{{- fail "model.hostPath = \"\": model.source is hostPath. Fix: a folder of the nodes" -}}
-{{- end -}}
+{{- include "tandem.checkModel" . -}}
 {{- if not (or $values.keys.existingSecret $values.keys.allowAnonymous $values.join.release) -}}
 {{- fail "keys.existingSecret = \"\": whoever reaches HTTP could ask. Fix: a Secret with a file of `tandem keys add`, or keys.allowAnonymous" -}}
 {{- end -}}
@@ -165,6 +137,9 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 {{- if and $values.tls.certManager.enabled (not $values.tls.certManager.issuerRef.name) -}}
 {{- fail "tls.certManager.issuerRef.name = \"\": cert-manager needs an issuer. Fix: its name" -}}
 {{- end -}}
+{{- if and $values.route.enabled (has $values.route.termination (list "reencrypt" "passthrough")) (not $values.tls.enabled) -}}
+{{- fail (printf "route.termination = %s: the routers do not encrypt. Fix: edge, or tls.enabled" $values.route.termination) -}}
+{{- end -}}
 {{- if and $values.tls.certManager.enabled (not $values.tls.enabled) -}}
 {{- fail "tls.certManager.enabled = true: the certificate would not be used. Fix: tls.enabled" -}}
 {{- end -}}
@@ -177,21 +152,38 @@ ones and new ones do not pair. Where a GPU has a given number of blocks the defa
 {{- if and $values.httpRoute.toInferencePool (not $values.inferencePool.enabled) -}}
 {{- fail "httpRoute.toInferencePool = true: there is no pool. Fix: inferencePool.enabled" -}}
 {{- end -}}
-{{- if and $values.tls.enabled (eq $values.mode "ray") -}}
-{{- fail "tls.enabled = true: with mode ray workers are called by the addresses of pods, which no certificate can name. Fix: false, and a network that encrypts; or mode pods" -}}
-{{- end -}}
 {{- range $role := list "prefill" "decode" -}}
-{{- $scaling := (index $values $role).autoscaling -}}
+{{- $worker := include "tandem.values" (dict "root" $ "part" $role) | fromYaml -}}
+{{- $scaling := $worker.autoscaling -}}
+{{- if and (eq $scaling.mode "hpa") (eq ($scaling.minReplicas | int) 0) -}}
+{{- fail (printf "%s.autoscaling.minReplicas = 0: an HPA keeps one at least. Fix: 1, or mode keda" $role) -}}
+{{- end -}}
+{{- if and (eq (include "tandem.device" (dict "root" $ "role" $role)) "cuda") (not (or $worker.gpu.resource $worker.resourceClaims)) -}}
+{{- fail (printf "%s.gpu.resource = \"\": no container would get a GPU. Fix: its name, or %s.resourceClaims" $role $role) -}}
+{{- end -}}
+{{- if and (eq $worker.updateStrategy.type "OnDelete") (gt ($worker.hosts | int) 1) -}}
+{{- fail (printf "%s.updateStrategy.type = OnDelete: a LeaderWorkerSet renews its groups itself. Fix: RollingUpdate with a partition" $role) -}}
+{{- end -}}
+
 {{- if gt ($scaling.minReplicas | int) ($scaling.maxReplicas | int) -}}
 {{- fail (printf "%s.autoscaling.minReplicas = %v: above maxReplicas, %v. Fix: %v or less" $role $scaling.minReplicas $scaling.maxReplicas $scaling.maxReplicas) -}}
-{{- end -}}
-{{- if and (eq $values.mode "ray") (ne $scaling.mode "none") -}}
-{{- fail (printf "%s.autoscaling.mode = %q: with mode ray there is no object to scale. Fix: none, and tandem scale" $role $scaling.mode) -}}
 {{- end -}}
 {{- $ranks := include "tandem.ranksPerHost" (dict "root" $ "role" $role) -}}
 {{- end -}}
 {{- $section := default dict $values.config.prefill -}}
 {{- if and (gt (default 1 $section.tp | int) 1) (gt (default 1 $section.dp | int) 1) -}}
 {{- fail (printf "config.prefill.dp = %v: config.prefill.tp is %v. Fix: 1 in one of them" $section.dp $section.tp) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A NetworkPolicy sees pods by their labels, and pods in their node's network by its address alone. */}}
+{{- define "tandem.checkHostNetwork" -}}
+{{- $policy := .Values.networkPolicy -}}
+{{- if and $policy.enabled (not $policy.nodeCIDRs) -}}
+{{- range $part := list "router" "prefill" "decode" -}}
+{{- if (include "tandem.values" (dict "root" $ "part" $part) | fromYaml).hostNetwork -}}
+{{- fail (printf "%s.hostNetwork = true: networkPolicy would keep its pods from all others. Fix: the nodes' addresses in networkPolicy.nodeCIDRs, or networkPolicy.enabled=false" $part) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}

@@ -13,11 +13,8 @@
 {{/* Of `router.models`, what a router would refuse when it starts. */}}
 {{- define "tandem.checkModels" -}}
 {{- $values := .Values -}}
-{{- if and $values.router.models (eq $values.mode "ray") -}}
-{{- fail (printf "router.models = %s: with mode ray no pods of another release can join. Fix: mode pods" (keys $values.router.models | sortAlpha | toJson)) -}}
-{{- end -}}
 {{- $folders := list (ternary (dir $values.model.bundledPath) $values.model.mountPath (eq $values.model.source "bundled")) -}}
-{{- range $values.router.extraVolumeMounts -}}
+{{- range (include "tandem.values" (dict "root" . "part" "router") | fromYaml).extraVolumeMounts -}}
 {{- $folders = append $folders (trimSuffix "/" .mountPath) -}}
 {{- end -}}
 {{- $first := default dict $values.config.model -}}
@@ -54,16 +51,13 @@
 {{- if eq $join.release .Release.Name -}}
 {{- fail (printf "join.release = %q: is this release. Fix: another one, or empty for routers of its own" $join.release) -}}
 {{- end -}}
-{{- if eq $values.mode "ray" -}}
-{{- fail (printf "join.release = %q: with mode ray the head has routers of its own. Fix: mode pods" $join.release) -}}
-{{- end -}}
 {{- if $values.router.models -}}
 {{- fail (printf "router.models = %s: with join.release there are no routers here. Fix: name them in the release %s" (keys $values.router.models | sortAlpha | toJson) $join.release) -}}
 {{- end -}}
 {{- if $values.keys.existingSecret -}}
 {{- fail (printf "keys.existingSecret = %q: with join.release there is no HTTP here. Fix: keys in the release %s; one for `helm test` in test.keySecret" $values.keys.existingSecret $join.release) -}}
 {{- end -}}
-{{- $enabled := dict "ingress" $values.ingress "httpRoute" $values.httpRoute "inferencePool" $values.inferencePool "monitoring.serviceMonitor" $values.monitoring.serviceMonitor -}}
+{{- $enabled := dict "ingress" $values.ingress "route" $values.route "httpRoute" $values.httpRoute "inferencePool" $values.inferencePool "monitoring.serviceMonitor" $values.monitoring.serviceMonitor -}}
 {{- range $name, $value := $enabled -}}
 {{- if $value.enabled -}}
 {{- fail (printf "%s.enabled = true: with join.release there are no routers here. Fix: enable it in the release %s" $name $join.release) -}}

@@ -83,13 +83,26 @@ app.kubernetes.io/component: {{ .part }}
 {{- printf "%s://%s:%v" (ternary "https" "http" .Values.tls.enabled) $host .Values.router.service.port -}}
 {{- end -}}
 
-{{/* The image of one part: (dict "root" $ "device" "cpu"). */}}
+{{/*
+The image of one part: (dict "root" $ "values" the part's "device" "cpu"). A part's own tag or repository is not
+hidden by the digest of all.
+*/}}
 {{- define "tandem.image" -}}
-{{- $image := .root.Values.image -}}
+{{- $own := default dict .values.image -}}
+{{- $image := mergeOverwrite (deepCopy .root.Values.image) $own -}}
+{{- if and (or $own.tag $own.repository) (not $own.digest) -}}
+{{- $_ := set $image "digest" "" -}}
+{{- end -}}
+{{- $registry := default (default dict .root.Values.global).imageRegistry $image.registry -}}
+{{- $name := ternary (printf "%s/%s" $registry $image.repository) $image.repository (not (empty $registry)) -}}
 {{- if $image.digest -}}
-{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- printf "%s@%s" $name $image.digest -}}
 {{- else -}}
 {{- $suffix := ternary "gpu" "cpu" (eq .device "cuda") -}}
-{{- printf "%s:%s" $image.repository (default (printf "%s-%s" .root.Chart.AppVersion $suffix) $image.tag) -}}
+{{- printf "%s:%s" $name (default (printf "%s-%s" .root.Chart.AppVersion $suffix) $image.tag) -}}
 {{- end -}}
+{{- end -}}
+
+{{- define "tandem.pullPolicy" -}}
+{{- default .root.Values.image.pullPolicy (default dict .values.image).pullPolicy -}}
 {{- end -}}

@@ -4,13 +4,59 @@
 {{- printf "%s" (include "tandem.toml" .) | sha256sum -}}
 {{- end -}}
 
-{{/* Annotations of a part's pods: (dict "root" $ "values" the part's). */}}
+{{/* What may be told to every pod: values of the chart as a whole, over which a part has its own. */}}
+{{- define "tandem.podKeys" -}}
+nodeSelector tolerations affinity priorityClassName runtimeClassName schedulerName hostNetwork hostIPC dnsPolicy dnsConfig hostAliases podSecurityContext containerSecurityContext topologySpreadConstraints podLabels podAnnotations env envFrom extraVolumes extraVolumeMounts
+{{- end -}}
+
+{{/* Those of them that pods beside the service take from the routers: where they run, and as whom. */}}
+{{- define "tandem.placeKeys" -}}
+image nodeSelector tolerations affinity priorityClassName runtimeClassName schedulerName hostNetwork hostIPC dnsPolicy dnsConfig hostAliases podSecurityContext containerSecurityContext
+{{- end -}}
+
+{{/*
+The values of one part as YAML, the later ones over the earlier: of every pod; of `workers`, for a role; where
+routers run, for `helm test` and the download; the part's own. (dict "root" $ "part" "decode")
+*/}}
+{{- define "tandem.values" -}}
+{{- $all := .root.Values -}}
+{{- $layers := list (dict "from" $all "keys" (include "tandem.podKeys" . | trim)) -}}
+{{- $own := get $all .part -}}
+{{- if has .part (list "prefill" "decode") -}}
+{{- $layers = append $layers (dict "from" $all.workers) -}}
+{{- else if ne .part "router" -}}
+{{- $layers = append $layers (dict "from" $all.router "keys" (include "tandem.placeKeys" . | trim)) -}}
+{{- end -}}
+{{- if eq .part "download" -}}
+{{- $own = $all.model.download -}}
+{{- end -}}
+{{- $values := dict -}}
+{{- range append $layers (dict "from" $own) -}}
+{{- $from := .from -}}
+{{- $layer := $from -}}
+{{- if .keys -}}
+{{- $layer = dict -}}
+{{- range $key := splitList " " .keys -}}
+{{- if hasKey $from $key -}}
+{{- $_ := set $layer $key (get $from $key) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $values = mergeOverwrite $values (deepCopy $layer) -}}
+{{- end -}}
+{{- toYaml $values -}}
+{{- end -}}
+
+{{/* Annotations of a part's pods: (dict "root" $ "values" the part's "part" "router"). */}}
 {{- define "tandem.podAnnotations" -}}
-{{- $own := dict "checksum/config" (include "tandem.configChecksum" .root) -}}
+{{- $own := dict -}}
+{{- if has .part (list "router" "prefill" "decode") -}}
+{{- $_ := set $own "checksum/config" (include "tandem.configChecksum" .root) -}}
+{{- end -}}
 {{- if and .root.Values.router.models (eq .part "router") -}}
 {{- $_ := set $own "checksum/models" (include "tandem.modelsToml" .root | sha256sum) -}}
 {{- end -}}
-{{- mergeOverwrite (deepCopy .root.Values.podAnnotations) .values.podAnnotations $own | toYaml -}}
+{{- mergeOverwrite (default dict .values.podAnnotations) (default dict .annotations) $own | toYaml -}}
 {{- end -}}
 
 {{/* Without the chart's version: a new one by itself is no reason to restart anything. */}}
@@ -19,7 +65,86 @@
 {{- with .root.Values.join.release -}}
 {{- $_ := set $own "tandem/joins" . -}}
 {{- end -}}
-{{- mergeOverwrite (deepCopy .root.Values.podLabels) .values.podLabels $own | toYaml -}}
+{{- mergeOverwrite (default dict .values.podLabels) $own | toYaml -}}
+{{- end -}}
+
+{{/*
+Every pod of the release, but for the name of one that has no workload.
+
+(dict "root" $ "values" the part's, of tandem.values, "part" "router"
+      "container" "volumes" names of the templates of what is the part's own, which get this dict
+      "grace" seconds, where there is a drain; "annotations" further ones)
+*/}}
+{{- define "tandem.pod" -}}
+metadata:
+  labels:
+    {{- include "tandem.podLabels" . | nindent 4 }}
+  {{- with include "tandem.podAnnotations" . | fromYaml }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- include "tandem.podBasics" . | nindent 2 }}
+  {{- if .grace }}
+  terminationGracePeriodSeconds: {{ include "tandem.grace" . }}
+  {{- end }}
+  {{- with .restartPolicy }}
+  restartPolicy: {{ . }}
+  {{- end }}
+  {{- $first := include "tandem.modelFirst" . | fromYamlArray }}
+  {{- with concat $first (default list .values.initContainers) }}
+  initContainers:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .values.resourceClaims }}
+  resourceClaims:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - {{ include .container . | nindent 6 | trim }}
+      {{- include "tandem.containerBasics" . | nindent 6 }}
+    {{- with .values.extraContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  volumes:
+    {{- include .volumes . | nindent 4 }}
+    {{- if and (eq (include "tandem.fetches" .root) "node") $first }}
+    {{- with .root.Values.model.download.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- end }}
+    {{- with .values.extraVolumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end -}}
+
+{{/* Seconds until Kubernetes kills a pod: what a drain takes at least. */}}
+{{- define "tandem.grace" -}}
+{{- $own := default 0 .values.terminationGracePeriodSeconds | int -}}
+{{- if and $own (lt $own (.grace | int)) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds = %d: the drain takes %v. Fix: %v or more, or fewer drainSeconds" .part $own .grace .grace) -}}
+{{- end -}}
+{{- default (.grace | int) $own -}}
+{{- end -}}
+
+{{/* What every container has: (dict "root" $ "values" the part's). */}}
+{{- define "tandem.containerBasics" -}}
+imagePullPolicy: {{ include "tandem.pullPolicy" . }}
+{{- with .values.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  {{- include "tandem.containerSecurity" . | nindent 2 }}
+{{- end -}}
+
+{{/* A probe: (dict "path" "/health" "port" "http" "scheme" "HTTPS" "timing" ours "own" the values'). */}}
+{{- define "tandem.probe" -}}
+{{- $get := dict "path" .path "port" .port -}}
+{{- with .scheme -}}
+{{- $_ := set $get "scheme" . -}}
+{{- end -}}
+{{- mergeOverwrite (dict "httpGet" $get) .timing (default dict .own) | toYaml -}}
 {{- end -}}
 
 {{/* Who runs it, and where: (dict "root" $ "values" the part's "part" "router"). */}}
@@ -28,11 +153,12 @@ serviceAccountName: {{ include "tandem.serviceAccount" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
-  {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
-{{- with .root.Values.image.pullSecrets }}
+  {{- toYaml .values.podSecurityContext | nindent 2 }}
+{{- $secrets := concat .root.Values.image.pullSecrets (default list (default dict .root.Values.global).imagePullSecrets) }}
+{{- with $secrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . | quote }}
+  - name: {{ (kindIs "map" .) | ternary (get (ternary . dict (kindIs "map" .)) "name") . | quote }}
   {{- end }}
 {{- end }}
 {{- with .values.priorityClassName }}
@@ -43,6 +169,24 @@ runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .values.schedulerName }}
 schedulerName: {{ . | quote }}
+{{- end }}
+{{- if .values.hostNetwork }}
+hostNetwork: true
+{{- end }}
+{{- if .values.hostIPC }}
+hostIPC: true
+{{- end }}
+{{- /* Without it a pod in its node's network would not know the cluster's names. */}}
+{{- with default (ternary "ClusterFirstWithHostNet" "" (default false .values.hostNetwork)) .values.dnsPolicy }}
+dnsPolicy: {{ . }}
+{{- end }}
+{{- with .values.dnsConfig }}
+dnsConfig:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.hostAliases }}
+hostAliases:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .values.nodeSelector }}
 nodeSelector:
@@ -70,8 +214,8 @@ topologySpreadConstraints:
 {{- end -}}
 
 {{- define "tandem.containerSecurity" -}}
-{{- $context := deepCopy .root.Values.containerSecurityContext -}}
-{{- if .pinsMemory -}}
+{{- $context := deepCopy .values.containerSecurityContext -}}
+{{- if (default dict .values.rdma).resource -}}
 {{- $capabilities := default dict $context.capabilities -}}
 {{- $added := append (default list $capabilities.add) "IPC_LOCK" | uniq -}}
 {{- $_ := set $context "capabilities" (merge (dict "add" $added) $capabilities) -}}
@@ -84,13 +228,13 @@ topologySpreadConstraints:
 - name: TANDEM_SECRET
   valueFrom:
     secretKeyRef:
-      name: {{ include "tandem.secretName" . }}
-      key: {{ .Values.secret.key }}
+      name: {{ include "tandem.secretName" .root }}
+      key: {{ .root.Values.secret.key }}
 - name: TANDEM_PREVIOUS_SECRET
   valueFrom:
     secretKeyRef:
-      name: {{ include "tandem.secretName" . }}
-      key: {{ .Values.secret.previousKey }}
+      name: {{ include "tandem.secretName" .root }}
+      key: {{ .root.Values.secret.previousKey }}
       optional: true
 - name: HOME
   value: /tmp
@@ -112,7 +256,7 @@ topologySpreadConstraints:
 {{- if ne .Values.model.source "bundled" }}
 - name: model
   mountPath: {{ .Values.model.mountPath }}
-  readOnly: {{ .Values.model.readOnly }}
+  readOnly: {{ include "tandem.modelReadOnly" . }}
 {{- end }}
 {{- end -}}
 
@@ -122,22 +266,17 @@ topologySpreadConstraints:
     name: {{ include "tandem.fullname" . }}-config
 - name: tmp
   emptyDir: {}
+{{- if include "tandem.fetches" . }}
+{{ include "tandem.fetchVolume" . }}
+{{- end }}
 {{- if .Values.tls.enabled }}
 - name: tls
   secret:
     secretName: {{ include "tandem.tlsSecretName" . }}
     defaultMode: 0440
 {{- end }}
-{{- if eq .Values.model.source "hostPath" }}
-- name: model
-  hostPath:
-    path: {{ .Values.model.hostPath }}
-    type: Directory
-{{- else if ne .Values.model.source "bundled" }}
-- name: model
-  persistentVolumeClaim:
-    claimName: {{ include "tandem.modelClaim" . }}
-    readOnly: {{ .Values.model.readOnly }}
+{{- with include "tandem.modelVolume" (dict "root" . "readOnly" .Values.model.readOnly) }}
+{{ . }}
 {{- end }}
 {{- end -}}
 
@@ -167,9 +306,6 @@ topologySpreadConstraints:
   mountPath: /dev/shm
 - name: cache
   mountPath: /var/cache/tandem
-{{- with .values.extraVolumeMounts }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
 {{- define "tandem.computeVolumes" -}}
@@ -186,16 +322,13 @@ topologySpreadConstraints:
   emptyDir:
     sizeLimit: {{ .values.cache.sizeLimit }}
 {{- end }}
-{{- with .values.extraVolumes }}
-{{ toYaml . }}
-{{- end }}
 {{- end -}}
 
-{{/* Resources with GPUs and network cards: (dict "resources" ... "values" the role's "gpus" 8). */}}
+{{/* Resources with GPUs, network cards and claimed devices: (dict "values" the role's "gpus" 8). */}}
 {{- define "tandem.resources" -}}
-{{- $resources := deepCopy .resources -}}
+{{- $resources := deepCopy .values.resources -}}
 {{- $limits := default dict $resources.limits -}}
-{{- if gt (.gpus | int) 0 -}}
+{{- if and (gt (.gpus | int) 0) .values.gpu.resource -}}
 {{- $_ := set $limits .values.gpu.resource (.gpus | toString) -}}
 {{- end -}}
 {{- if and .values.rdma.resource (gt (.values.rdma.count | int) 0) -}}
@@ -203,6 +336,9 @@ topologySpreadConstraints:
 {{- end -}}
 {{- if $limits -}}
 {{- $_ := set $resources "limits" $limits -}}
+{{- end -}}
+{{- range .values.resourceClaims -}}
+{{- $_ := set $resources "claims" (append (default list $resources.claims) (dict "name" .name)) -}}
 {{- end -}}
 {{- toYaml $resources -}}
 {{- end -}}

@@ -5,25 +5,14 @@
 {{- end -}}
 
 {{- define "tandem.workerPod" -}}
-{{- $root := .root -}}
-{{- $role := .role -}}
-{{- $values := index .root.Values .role -}}
-{{- $part := dict "root" $root "values" $values "part" $role "role" $role -}}
-metadata:
-  labels:
-    {{- include "tandem.podLabels" $part | nindent 4 }}
-  annotations:
-    {{- include "tandem.podAnnotations" $part | nindent 4 }}
-spec:
-  {{- include "tandem.podBasics" $part | nindent 2 }}
-  # The grace that the worker knows of, and 30 s for what its ranks do after it.
-  terminationGracePeriodSeconds: {{ add $values.drainSeconds 30 }}
-  containers:
-    - name: {{ $role }}
-      {{- include "tandem.workerContainer" $part | nindent 6 }}
-  volumes:
-    {{- include "tandem.commonVolumes" $root | nindent 4 }}
-    {{- include "tandem.computeVolumes" $part | nindent 4 }}
+{{- /* The grace that the worker knows of, and 30 s for what its ranks do after it. */}}
+{{- $own := dict "container" "tandem.workerContainer" "volumes" "tandem.workerVolumes" "grace" (add .values.drainSeconds 30) -}}
+{{- include "tandem.pod" (merge $own .) -}}
+{{- end -}}
+
+{{- define "tandem.workerVolumes" -}}
+{{- include "tandem.commonVolumes" .root }}
+{{ include "tandem.computeVolumes" . }}
 {{- end -}}
 
 {{- define "tandem.workerContainer" -}}
@@ -31,45 +20,42 @@ spec:
 {{- $values := .values -}}
 {{- $device := include "tandem.device" . -}}
 {{- $ranks := include "tandem.ranksPerHost" . | int -}}
-image: {{ include "tandem.image" (dict "root" $root "device" $device) | quote }}
-imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+{{- $probes := default dict $values.probes -}}
+{{- $alive := dict "path" "/health" "port" "health" -}}
+{{- $ready := dict "path" "/ready" "port" "health" -}}
+{{- $startups := max 1 (div (add $values.startupSeconds 4) 5) -}}
+name: {{ .role }}
+image: {{ include "tandem.image" (merge (dict "device" $device) .) | quote }}
 command: [tandem, worker, {{ .role }}]
 args:
   {{- include "tandem.workerArguments" . | nindent 2 }}
+  {{- with $values.extraArgs }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 env:
   {{- include "tandem.workerEnv" . | nindent 2 }}
 ports:
   {{- include "tandem.workerPorts" . | nindent 2 }}
 # SIGTERM is the drain: the worker tells the routers, finishes what it has within its grace, moves the
 # rest to other workers and ends. A hook before that would only be time that it does not have.
+{{- with $values.lifecycle }}
+lifecycle:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 startupProbe:
-  httpGet:
-    path: /ready
-    port: health
-  periodSeconds: 5
-  timeoutSeconds: 5
-  failureThreshold: {{ max 1 (div (add $values.startupSeconds 4) 5) }}
+  {{- include "tandem.probe" (merge (dict "timing" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" $startups) "own" $probes.startup) $ready) | nindent 2 }}
 livenessProbe:
-  httpGet:
-    path: /health
-    port: health
-  periodSeconds: 10
-  timeoutSeconds: 5
-  failureThreshold: 3
+  {{- include "tandem.probe" (merge (dict "timing" (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 3) "own" $probes.liveness) $alive) | nindent 2 }}
 readinessProbe:
-  httpGet:
-    path: /ready
-    port: health
-  periodSeconds: 5
-  timeoutSeconds: 5
-  failureThreshold: 2
+  {{- include "tandem.probe" (merge (dict "timing" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 2) "own" $probes.readiness) $ready) | nindent 2 }}
 resources:
-  {{- include "tandem.resources" (dict "resources" $values.resources "values" $values "gpus" (ternary $ranks 0 (eq $device "cuda"))) | nindent 2 }}
-securityContext:
-  {{- include "tandem.containerSecurity" (dict "root" $root "pinsMemory" (ne $values.rdma.resource "")) | nindent 2 }}
+  {{- include "tandem.resources" (merge (dict "gpus" (ternary $ranks 0 (eq $device "cuda"))) .) | nindent 2 }}
 volumeMounts:
   {{- include "tandem.commonMounts" $root | nindent 2 }}
   {{- include "tandem.computeMounts" . | nindent 2 }}
+  {{- with $values.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end -}}
 
 {{/* Where this pod's peers call it. A certificate can name pods' names, but not their addresses. */}}
@@ -124,7 +110,7 @@ $(POD_IP)
     fieldRef:
       fieldPath: metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']
 {{- end }}
-{{ include "tandem.commonEnv" .root }}
+{{ include "tandem.commonEnv" . }}
 - name: XDG_CACHE_HOME
   value: /var/cache/tandem
 {{- with .values.env }}

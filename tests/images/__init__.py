@@ -1,0 +1,1 @@
+"""The images, built and run: without a daemon, and without a registry."""
