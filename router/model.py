@@ -13,7 +13,8 @@ from router.text.calls.formats import CALL_FORMATS, CallFormat
 from router.text.control_text import ControlText
 from router.text.marks import MarkTable, mark_table
 from router.text.reasoning import ReasoningFormat, reasoning_format
-from router.text.template import ChatTemplate, load_chat_template
+from router.text.template import ChatTemplate, checkpoint_templates
+from router.text.template_files import DEFAULT, TOOL_USE
 from router.text.tokenizer import Tokenizer, read_json, token_content
 from runtime.config import ClusterConfig, ModelSection
 from runtime.errors import ConfigError
@@ -140,8 +141,9 @@ def load_served_model(
             f"the checkpoint's context is {context}",
             f"at most {context}, or 0 for all of it",
         )
-    template = load_chat_template(folder)
-    tool_template = load_chat_template(folder, "tool_use") or template
+    templates = checkpoint_templates(folder, DEFAULT, TOOL_USE)
+    template = templates.get(DEFAULT)
+    tool_template = templates.get(TOOL_USE, template)
     source = "".join(found.source for found in (template, tool_template) if found is not None)
     history = None if tool_template is None else call_history(tool_template)
     calls = CALL_FORMATS.get(tool_parser)
