@@ -15,12 +15,13 @@ import jinja2
 import jinja2.meta
 
 from router.errors import RequestError
+from router.text.checkpoint_files import special_tokens
 from router.text.template_environment import (
     ChatEnvironment,
     TemplateBoundError,
     TemplateRefusalError,
 )
-from router.text.template_files import special_tokens, template_sources
+from router.text.template_files import template_sources
 from runtime.errors import ConfigError
 
 Message = Mapping[str, object]

@@ -1,4 +1,4 @@
-"""Where a checkpoint's chat templates and special tokens stand, ranked as transformers ranks them.
+"""Where a checkpoint's chat templates stand, ranked as transformers ranks them.
 
 A template may be a file of its own, stand in ``tokenizer_config.json``, or in the
 ``chat_template.json`` of older processors; each by itself or as several with names.
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.text.tokenizer import read_json, token_content
+from router.text.checkpoint_files import SETTINGS, read_json
 from runtime.errors import ConfigError
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """The usual template, and that for requests with tools."""
 _FILE, _FOLDER, _SUFFIX = "chat_template.jinja", "additional_chat_templates", ".jinja"
 _FIELD = "chat_template"
-_SETTINGS = ("chat_template.json", "tokenizer_config.json")
+_SETTINGS = ("chat_template.json", SETTINGS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +64,6 @@ def overruled_templates(folder: Path) -> Iterator[str]:
                 yield f"the template {name!r} of {file} does not count beside {_FILE}"
             elif winner.text.strip() != source.text.strip():
                 yield f"the template {name!r} of {file} differs from {winner.origin}, which counts"
-
-
-def special_tokens(folder: Path) -> dict[str, str]:
-    """The texts of the checkpoint's special tokens by name, such as ``bos_token``; templates read
-    them as variables.
-
-    ``special_tokens_map.json`` counts only where the settings list no added tokens: files of that
-    age keep them there.
-
-    Raises:
-        ConfigError: a file is no JSON object.
-    """
-    settings = read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" not in settings:
-        settings = {**settings, **read_json(folder / "special_tokens_map.json")}
-    named = {
-        name: token_content(value) for name, value in settings.items() if name.endswith("_token")
-    }
-    return {name: text for name, text in named.items() if text}
 
 
 def _read(folder: Path, path: Path) -> TemplateSource:

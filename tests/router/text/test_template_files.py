@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from router.text.checkpoint_files import special_tokens
 from router.text.template import checkpoint_templates
-from router.text.template_files import overruled_templates, special_tokens, template_sources
+from router.text.template_files import overruled_templates, template_sources
 from runtime.errors import ConfigError
 
 SETTINGS, PROCESSOR = "tokenizer_config.json", "chat_template.json"
