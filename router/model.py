@@ -17,6 +17,7 @@ from router.text.marks import MarkTable, mark_table
 from router.text.reasoning import ReasoningFormat, reasoning_format
 from router.text.template import ChatTemplate, checkpoint_templates
 from router.text.template_files import DEFAULT, TOOL_USE
+from router.text.template_probe import check_bounded
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ModelSection
 from runtime.errors import ConfigError
@@ -150,6 +151,8 @@ def load_served_model(
     templates = checkpoint_templates(folder, DEFAULT, TOOL_USE)
     template = templates.get(DEFAULT)
     tool_template = templates.get(TOOL_USE, template)
+    for found in templates.values():
+        check_bounded(found)
     source = "".join(found.source for found in (template, tool_template) if found is not None)
     history = None if tool_template is None else call_history(tool_template)
     calls = CALL_FORMATS.get(tool_parser)

@@ -41,6 +41,7 @@ tandem validate cluster.toml --devices 16 --set decode.dp=8    # for another hos
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what would be started; a ConfigError says what is wrong."""
+    from deploy.checkpoint_report import checkpoint_lines
     from deploy.checks import (
         check_config,
         checked_keys,
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
         print(f"{plan.name:<12} {ranks} on {plan.device}")
     print(f"model        {config.model.name} ({config.model.path})")
-    _print_further_models(config)
+    print("\n".join(checkpoint_lines(config)))
     print(f"computes in  {config.compute_dtype}")
     print(f"devices      {num_devices_needed(plans)} of {num_devices} CUDA devices")
     if keys is not None:
@@ -92,13 +93,3 @@ def _drafts_of(chosen: ClusterConfig, config: ClusterConfig, model: CommonConfig
     asked = dataclasses.replace(decode, num_speculative_tokens=chosen.decode.num_speculative_tokens)
     _, why = decide_drafts(dataclasses.replace(config, decode=asked), model)
     return f"{decode.num_speculative_tokens or 'none'}{why and f': {why}'}"
-
-
-def _print_further_models(config: ClusterConfig) -> None:
-    """Those that the router serves beside the first."""
-    if not config.router.models_file:
-        return
-    from router.model import load_served_models
-
-    for served in load_served_models(config)[1:]:
-        print(f"beside it    {', '.join(served.names)}")

@@ -30,6 +30,14 @@ Message = Mapping[str, object]
 class TemplateLimitError(RequestError):
     """Rendering takes too long or makes too much."""
 
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"messages cannot be rendered by the model's chat template: {cause}. "
+            "Fix: send fewer or shorter messages, or serve with another template",
+            param="messages",
+        )
+        self.cause = cause
+
 
 class ChatTemplate:
     """Renders conversations. Thread-safe."""
@@ -55,11 +63,12 @@ class ChatTemplate:
             fix = "mend the template; beside Jinja's it may use what transformers adds"
             raise ConfigError("model.path", origin, problem, fix) from error
         self.source = source
+        self.origin = origin
         self._special_tokens = dict(special_tokens)
         self._end_mark = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
         """Stands behind the content that an answer goes on from; no client can guess it."""
-        self.variables = frozenset(names)
-        """What the template reads."""
+        self.variables = frozenset(names - self._environment.globals.keys())
+        """What the template reads of what it is given."""
 
     def render(
         self,
@@ -102,11 +111,7 @@ class ChatTemplate:
                 param="messages",
             ) from error
         except TemplateBoundError as error:
-            raise TemplateLimitError(
-                f"messages cannot be rendered by the model's chat template: {error}. "
-                "Fix: send fewer or shorter messages, or serve with another template",
-                param="messages",
-            ) from error
+            raise TemplateLimitError(str(error)) from error
         except Exception as error:  # whatever its expressions and filters raise
             raise RequestError(
                 "messages cannot be rendered by the model's chat template: "
