@@ -32,6 +32,7 @@ from runtime.errors import ConfigError
 from runtime.net import is_loopback, is_wildcard
 from runtime.network import address_towards, own_address
 from runtime.tiers import Tiers
+from runtime.tokenizer_file import TIKTOKEN, TOKENIZER, has_tokenizer
 from worker.engine_options import parallel_dims, recorded_load
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -217,12 +218,12 @@ def _check_data_ports(config: ClusterConfig) -> None:
 
 def _check_files(config: ClusterConfig) -> None:
     folder = Path(config.model.path)
-    needed = {"tokenizer.json": "a complete checkpoint folder"}
-    if config.model.load_format == "safetensors":
-        needed["*.safetensors"] = 'a complete checkpoint folder, or model.load_format = "dummy"'
-    for pattern, fix in needed.items():
-        if not any(folder.glob(pattern)):
-            raise ConfigError("model.path", str(folder), f"holds no {pattern}", fix)
+    if not has_tokenizer(folder):
+        problem = f"holds no {TOKENIZER}, and no {TIKTOKEN}"
+        raise ConfigError("model.path", str(folder), problem, "a complete checkpoint folder")
+    if config.model.load_format == "safetensors" and not any(folder.glob("*.safetensors")):
+        fix = 'a complete checkpoint folder, or model.load_format = "dummy"'
+        raise ConfigError("model.path", str(folder), "holds no *.safetensors", fix)
 
 
 def _check_parallel(config: ClusterConfig, model: CommonConfig) -> None:

@@ -20,11 +20,12 @@ from engine.hf_config.known import (
     WITHOUT_EFFECT,
     check_alike,
     check_served,
+    differing_dtypes,
     one_name_each,
     unknown_fields,
 )
 from engine.hf_config.quantization import read_quantization
-from engine.hf_config.rope import read_rope
+from engine.hf_config.rope import overruled_rope, read_rope
 from engine.yarn import YarnConfig
 from runtime.errors import ConfigError
 
@@ -295,7 +296,8 @@ def _left_out(fields: Fields) -> str:
 def _remarks(fields: Fields, idle: list[str]) -> tuple[str, ...]:
     absent = _left_out(fields)
     unread = f"config.json says {', '.join(idle)}: not read here, nor by transformers' DeepseekV3"
-    return tuple(remark for remark in (absent, unread if idle else "") if remark)
+    told = (absent, unread if idle else "", overruled_rope(fields), differing_dtypes(fields))
+    return tuple(filter(None, told))
 
 
 def _check_architecture(fields: Fields) -> None:

@@ -10,12 +10,16 @@ from router.models_file import read_models
 from router.pool.members import Member
 from router.text.call_history import CallHistory, call_history
 from router.text.calls.formats import CALL_FORMATS, CallFormat
+from router.text.checkpoint_files import read_json
 from router.text.control_text import ControlText
+from router.text.facts import read_text_facts
 from router.text.marks import MarkTable, mark_table
 from router.text.reasoning import ReasoningFormat, reasoning_format
-from router.text.template import ChatTemplate, load_chat_template
+from router.text.template import ChatTemplate, checkpoint_templates
 from router.text.template_choice import Templates, choose_templates
-from router.text.tokenizer import Tokenizer, read_json, token_content
+from router.text.template_files import DEFAULT, TOOL_USE
+from router.text.template_probe import check_bounded
+from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ModelSection
 from runtime.errors import ConfigError
 
@@ -65,6 +69,8 @@ class ServedModel:
     """How the template takes earlier calls; None: it does not."""
     warm_grammars: bool = False
     """Whether what compiles grammars starts with the router."""
+    remarks: tuple[str, ...] = ()
+    """Sentences about the checkpoint's files, for people."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,14 +142,9 @@ def load_served_model(
         )
     config = read_json(config_path)
     tokenizer = Tokenizer.from_dir(folder)
-    context = _positive(config, "max_position_embeddings", folder)
-    if section.max_model_len > context:
-        raise ConfigError(
-            "model.max_model_len",
-            section.max_model_len,
-            f"the checkpoint's context is {context}",
-            f"at most {context}, or 0 for all of it",
-        )
+    context = _context(section, config, folder)
+    vocab_size = _positive(config, "vocab_size", folder)
+    facts = read_text_facts(folder, tokenizer, vocab_size)
     templates = choose_templates(
         section.chat_template,
         _own_templates(folder),
@@ -151,6 +152,8 @@ def load_served_model(
         model_type=config.get("model_type"),
         tokenizer=tokenizer,
     )
+    for found in filter(None, {templates.chat, templates.tools}):
+        check_bounded(found)
     reasoning = reasoning_format(reasoning_parser, templates.source)
     history = None if templates.tools is None else call_history(templates.tools)
     calls = CALL_FORMATS.get(tool_parser)
@@ -166,21 +169,36 @@ def load_served_model(
         template_remark=templates.remark,
         control_text=ControlText(tokenizer.control_tokens),
         limits=ModelLimits(
-            max_model_len=section.max_model_len or context,
-            vocab_size=_positive(config, "vocab_size", folder),
-            eos_token_ids=_eos_token_ids(folder, config, tokenizer),
+            max_model_len=context,
+            vocab_size=vocab_size,
+            eos_token_ids=facts.eos_token_ids,
         ),
         created=int(config_path.stat().st_mtime),
         formats=_message_formats(tokenizer, reasoning, calls),
         call_history=history,
         warm_grammars=section.warm_grammars,
+        remarks=facts.remarks,
     )
+
+
+def _context(section: ModelSection, config: dict[str, object], folder: Path) -> int:
+    """Tokens of the longest request: what is asked for, or all that the checkpoint can."""
+    context = _positive(config, "max_position_embeddings", folder)
+    if section.max_model_len > context:
+        raise ConfigError(
+            "model.max_model_len",
+            section.max_model_len,
+            f"the checkpoint's context is {context}",
+            f"at most {context}, or 0 for all of it",
+        )
+    return section.max_model_len or context
 
 
 def _own_templates(folder: Path) -> Templates:
     """Those of the checkpoint."""
-    usual = load_chat_template(folder)
-    return Templates(chat=usual, tools=load_chat_template(folder, "tool_use") or usual)
+    own = checkpoint_templates(folder, DEFAULT, TOOL_USE)
+    usual = own.get(DEFAULT)
+    return Templates(chat=usual, tools=own.get(TOOL_USE, usual))
 
 
 def _message_formats(
@@ -200,19 +218,3 @@ def _positive(config: dict[str, object], name: str, folder: Path) -> int:
             "model.path", str(folder), f"config.json: {name} = {value!r}", "a positive integer"
         )
     return value
-
-
-def _eos_token_ids(
-    folder: Path, config: dict[str, object], tokenizer: Tokenizer
-) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, else the tokenizer's eos token."""
-    for source in (read_json(folder / "generation_config.json"), config):
-        value = source.get("eos_token_id")
-        if isinstance(value, int):
-            return (value,)
-        if isinstance(value, list) and value:
-            return tuple(int(item) for item in value)
-    settings = read_json(folder / "tokenizer_config.json")
-    token = token_content(settings.get("eos_token"))
-    found = tokenizer.token_id(token) if token else None
-    return () if found is None else (found,)

@@ -126,6 +126,9 @@ class RouterService:
             self._children.start()
         registry_pb2_grpc.add_RegistryServicer_to_server(self._registry, server)
         await server.start()
+        for model in self._models:
+            for remark in model.remarks:
+                logger.info("checkpoint model=%s note=%s", model.name, remark)
         scheme = "http" if self._credentials.tls is None else "https"
         logger.info(
             "serving models=%s http=%s://%s/v1 control=%s",

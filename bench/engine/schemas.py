@@ -21,8 +21,9 @@ import numpy as np
 from deploy.model_folder import BUNDLED_MODEL
 from engine.constraint.constraints import Compiler, Constraints
 from engine.constraint.matcher import Matcher, num_mask_words
-from engine.constraint.vocabulary import FILE_NAME, Vocabulary, read_vocabulary
+from engine.constraint.vocabulary import Vocabulary, read_vocabulary
 from runtime.sampling import OutputConstraint, SamplingParams
+from runtime.tokenizer_file import has_tokenizer
 
 NUM_FIELDS: Final = 12
 """Of a schema."""
@@ -82,7 +83,7 @@ class SchemaOutputs:
             num_fields: of a schema.
         """
         self._random, self._vocab_size, self.num_fields = generator, vocab_size, num_fields
-        has_own = (Path(folder) / FILE_NAME).exists()
+        has_own = has_tokenizer(Path(folder))
         self.vocabulary = "the model's" if has_own else "the bundled model's, widened by pairs"
         """What the tokens stand for."""
         vocabulary = widened(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -55,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_named_files(named)
     if getattr(arguments, "model_shape", None) is None:
         with_model(named)
+    from deploy.checkpoint_report import checkpoint_lines
     from deploy.checks import (
         check_config,
         checked_keys,
@@ -89,7 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{role} step".ljust(12), _sizes_of(section))
     source = f"as {shape.name} is published" if shape else config.model.path
     print(f"model        {config.model.name} ({source})")
-    _print_served_models(config)
+    if shape is None:
+        print("\n".join(checkpoint_lines(config)))
     print(f"computes in  {config.compute_dtype}")
     print(f"devices      {num_devices_needed(plans)} of {num_devices} CUDA devices")
     if keys is not None:
@@ -130,17 +131,3 @@ def _drafts_of(chosen: ClusterConfig, config: ClusterConfig, model: CommonConfig
     asked = dataclasses.replace(decode, num_speculative_tokens=chosen.decode.num_speculative_tokens)
     _, why = decide_drafts(dataclasses.replace(config, decode=asked), model)
     return f"{decode.num_speculative_tokens or 'none'}{why and f': {why}'}"
-
-
-def _print_served_models(config: ClusterConfig) -> None:
-    """Those that the router serves beside the first, and what it makes of their templates."""
-    from router.model import load_served_models
-
-    if not Path(config.model.path, "config.json").is_file():
-        return  # planned for a model that is not here
-    models = load_served_models(config)
-    for served in models[1:]:
-        print(f"beside it    {', '.join(served.names)}")
-    for served in models:
-        if served.template_remark:
-            print(f"note         {served.name}: {served.template_remark}")

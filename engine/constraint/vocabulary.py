@@ -11,9 +11,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import InvalidRequestError
+from runtime.errors import ConfigError, InvalidRequestError
+from runtime.tokenizer_file import tokenizer_file
 
-FILE_NAME = "tokenizer.json"
 _NO_TEXT = "\u00ff"
 """The letter of the byte 0xFF, which stands nowhere in UTF-8."""
 
@@ -56,19 +56,19 @@ def read_vocabulary(folder: Path, vocab_size: int) -> Vocabulary:
     Raises:
         InvalidRequestError: there is none, or it is of a kind that is not known here.
     """
-    path = folder / FILE_NAME
+    needs = "constraint.grammar needs the texts of the model's tokens"
+    try:
+        path = tokenizer_file(folder)
+    except ConfigError as error:
+        fix = "serve a model with a tokenizer, or ask without a grammar"
+        raise InvalidRequestError(f"{needs}: {error}; or {fix}") from error
     try:
         content = json.loads(path.read_bytes())
         tokens = dict(_tokens(content["model"]))
         added = content.get("added_tokens") or ()
-    except FileNotFoundError:
-        raise InvalidRequestError(
-            f"constraint.grammar needs the texts of the model's tokens, and {path} does not exist: "
-            "serve a model with a tokenizer, or ask without a grammar"
-        ) from None
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise InvalidRequestError(
-            f"constraint.grammar needs the texts of the model's tokens, and {path} cannot be read "
+            f"{needs}, and {path} cannot be read "
             f"({type(error).__name__}: {error}): convert it with a current tokenizers"
         ) from error
     tokens |= {item["id"]: item["content"] for item in added}

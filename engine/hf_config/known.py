@@ -182,6 +182,17 @@ def one_name_each(content: Mapping[str, object]) -> dict[str, object]:
     return renamed
 
 
+def differing_dtypes(fields: Fields) -> str:
+    """Return the sentence about two names of one field that say different things; or nothing."""
+    old, new = fields.get("torch_dtype"), fields.get("dtype")
+    if old is None or new is None or old == new:
+        return ""
+    return (
+        f"config.json says torch_dtype = {old} and dtype = {new}: weights are converted to "
+        "model.dtype whatever they say"
+    )
+
+
 def unknown_fields(fields: Fields, *known: Collection[str]) -> list[str]:
     """Return the names that none of the lists has."""
     return sorted(set(fields).difference(*known))

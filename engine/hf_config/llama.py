@@ -12,7 +12,7 @@ from typing import Final
 from engine.hf_config.fields import Fields
 from engine.hf_config.known import OF_MASKS_AND_CACHES
 from engine.hf_config.known import WITHOUT_EFFECT as OF_DEEPSEEK
-from engine.hf_config.rope import RopeScaling, read_settings
+from engine.hf_config.rope import RopeScaling, naming, read_settings
 
 SERVED_VALUES: Final[Mapping[str, tuple[object, ...]]] = {
     "hidden_act": ("silu",),
@@ -109,7 +109,8 @@ def read_llama_rope(
     theta, rope, idle = read_settings(fields, _LLAMA3)
     if rope is None:
         return theta, None, idle
-    return theta, _read_scaling(fields, rope, max_position_embeddings), idle
+    with naming(_LLAMA3.kind):
+        return theta, _read_scaling(fields, rope, max_position_embeddings), idle
 
 
 def _read_scaling(fields: Fields, rope: Fields, max_position_embeddings: int) -> Llama3Scaling:

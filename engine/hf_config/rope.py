@@ -6,6 +6,8 @@ beside it, and YaRN's trained context beside it counts before the one in there. 
 and `_compute_yarn_parameters`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -77,7 +79,8 @@ def read_rope(
     theta, rope, idle = read_settings(fields, _YARN)
     if rope is None:
         return theta, None, idle
-    return theta, _read_yarn(fields, rope, max_position_embeddings), idle
+    with naming(_YARN.kind):
+        return theta, _read_yarn(fields, rope, max_position_embeddings), idle
 
 
 def read_settings(fields: Fields, scaling: RopeScaling) -> tuple[float, Fields | None, list[str]]:
@@ -95,21 +98,48 @@ def read_settings(fields: Fields, scaling: RopeScaling) -> tuple[float, Fields |
         ConfigError: a setting that is malformed, unknown or not implemented.
     """
     rope = _section(fields)
+    name, kind = _kind(rope)
+    if kind not in ("default", scaling.kind):
+        problem = f"the rope_type {kind!r} is not implemented"
+        raise ConfigError(rope.path(name), kind, problem, scaling.fix)
     for name in rope:
         if name not in _OF_ALL | scaling.settings:
+            problem = f"no setting of rope_type {kind!r} that this server knows"
             fix = "remove it, if the model's own code does not read it"
-            raise rope.refuse(name, "no rotary setting that this server knows", fix)
+            raise rope.refuse(name, problem, fix)
     for place in (fields, rope):
         if place.optional_number(_PARTIAL) not in (None, 1.0):
             raise place.refuse(_PARTIAL, *scaling.no_partial)
     theta = (rope if "rope_theta" in rope else fields).number("rope_theta", DEFAULT_THETA)
-    kind = _kind(rope)
     if kind == "default":
         return theta, None, [rope.path(name) for name in rope if name in scaling.settings]
-    if kind != scaling.kind:
-        name = "rope_type" if "rope_type" in rope else "type"
-        raise ConfigError(rope.path(name), kind, "not implemented", scaling.fix)
     return theta, rope, []
+
+
+@contextmanager
+def naming(kind: str) -> Iterator[None]:
+    """Let refusals within say which rope_type they are about."""
+    try:
+        yield
+    except ConfigError as error:
+        problem = f"{error.problem} (of rope_type {kind!r})"
+        raise ConfigError(error.path, error.value, problem, error.fix) from error
+
+
+def overruled_rope(fields: Fields) -> str:
+    """Return the sentence about rotary settings that others overrule; empty if none differ."""
+    rope, parameters = _section(fields), fields.section("rope_parameters")
+    others = {fields.path("rope_theta"): (fields, "rope_theta")}
+    others |= {parameters.path(name): (parameters, name) for name in parameters}
+    differ = [
+        path
+        for path, (place, name) in others.items()
+        if name in place and name in rope and place.get(name) != rope.get(name)
+    ]
+    if not differ:
+        return ""
+    told = ", ".join(differ)
+    return f"config.json says {told} otherwise than {rope.path('')[:-1]}, which counts"
 
 
 def _section(fields: Fields) -> Fields:
@@ -118,12 +148,10 @@ def _section(fields: Fields) -> Fields:
     return scaling or parameters
 
 
-def _kind(rope: Fields) -> object:
-    """Return what the settings call themselves; "default" if nothing."""
-    for name in ("rope_type", "type"):
-        if name in rope:
-            return rope.get(name)
-    return "default"
+def _kind(rope: Fields) -> tuple[str, object]:
+    """Return which field says what the settings are of, and what; "default" if none does."""
+    name = "type" if "type" in rope and "rope_type" not in rope else "rope_type"
+    return name, rope.get(name) if name in rope else "default"
 
 
 def _read_yarn(fields: Fields, rope: Fields, max_position_embeddings: int) -> YarnConfig:

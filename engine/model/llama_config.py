@@ -10,7 +10,7 @@ from typing import Final
 
 from engine.attention.kv_spec import KVSpec
 from engine.hf_config.fields import Fields
-from engine.hf_config.known import check_served, unknown_fields
+from engine.hf_config.known import check_served, differing_dtypes, unknown_fields
 from engine.hf_config.llama import (
     READ,
     SERVED_VALUES,
@@ -18,6 +18,7 @@ from engine.hf_config.llama import (
     Llama3Scaling,
     read_llama_rope,
 )
+from engine.hf_config.rope import overruled_rope
 from runtime.errors import ConfigError
 
 ARCHITECTURE: Final = "LlamaForCausalLM"
@@ -179,10 +180,11 @@ def _check_architecture(fields: Fields) -> None:
 
 def _remarks(fields: Fields, idle: list[str]) -> tuple[str, ...]:
     told = [f"{name} = {fields.defaults[name]}" for name in _TOLD if name in fields.defaults]
-    absent = f"config.json leaves out {', '.join(told)}: transformers' defaults"
+    absent = f"config.json leaves out {', '.join(told)}: transformers' defaults" if told else ""
     idle = [*idle, *unknown_fields(fields, READ, SERVED_VALUES, WITHOUT_EFFECT)]
     unread = f"config.json says {', '.join(idle)}: not read here, nor by transformers' Llama"
-    return tuple(remark for remark, has in ((absent, told), (unread, idle)) if has)
+    remarks = (absent, unread if idle else "", overruled_rope(fields), differing_dtypes(fields))
+    return tuple(filter(None, remarks))
 
 
 _TOLD: Final = ("rms_norm_eps", "rope_theta")

@@ -71,6 +71,11 @@ class CommonConfig(Protocol):
         ...
 
     @property
+    def tie_word_embeddings(self) -> bool:
+        """Whether the embedding is the head, too."""
+        ...
+
+    @property
     def fp8_block_size(self) -> int:
         """Edge of a block of scales if the checkpoint may hold FP8 weights, else 0."""
         ...

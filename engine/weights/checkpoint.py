@@ -102,6 +102,10 @@ class Checkpoint:
         dtype: str = self._slice(name).get_dtype()
         return dtype == _FP8
 
+    def is_plain(self, name: str) -> bool:
+        """Return whether a tensor is stored as the numbers that it means."""
+        return self._slice(name).get_dtype() in _PLAIN
+
     def read(self, name: str, ranges: Ranges) -> Tensor:
         """Read part of a tensor, one half-open range per dimension.
 

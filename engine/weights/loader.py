@@ -2,7 +2,8 @@
 
 A rank reads its own slices and nothing else, one at a time in the order of files, straight into the
 parameters; peak memory beyond the model is one slice. Names must match exactly in both directions,
-because a tensor that nobody reads is as wrong as one that is absent.
+because a tensor that nobody reads is as wrong as one that is absent; exceptions are those of
+`engine.weights.left_out`.
 """
 
 import logging
@@ -18,6 +19,7 @@ import torch
 from engine.hf_config.quantization import SECTION
 from engine.model.spec import CommonConfig
 from engine.weights.checkpoint import Checkpoint, CheckpointError
+from engine.weights.left_out import find_left_out
 from engine.weights.slices import WeightSlice
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def load_weights(
     start = time.perf_counter()
     plan = _by_name(model.weight_slices())
     with Checkpoint(path, fp8_block_size=model.config.fp8_block_size) as checkpoint:
-        _check_names(plan, checkpoint, model.unused_prefixes)
+        _check_names(plan, checkpoint, model)
         _check_shapes(plan, checkpoint)
         _tell_format(plan, checkpoint, model.config)
         wanted = [part for name in checkpoint for part in plan.get(name, ())]
@@ -105,7 +107,7 @@ def _num_bytes(part: WeightSlice) -> int:
 
 
 def _check_names(
-    plan: Mapping[str, list[WeightSlice]], checkpoint: Checkpoint, unused: tuple[str, ...]
+    plan: Mapping[str, list[WeightSlice]], checkpoint: Checkpoint, model: LoadableModel
 ) -> None:
     missing = [name for name in plan if name not in checkpoint]
     if missing:
@@ -116,14 +118,12 @@ def _check_names(
             tensor=missing[0],
         )
     left_over = [name for name in checkpoint if name not in plan]
-    skipped = [name for name in left_over if name.startswith(unused)] if unused else []
+    skipped = find_left_out(left_over, checkpoint, model.config, model.unused_prefixes)
     if skipped:
-        logger.info(
-            "layers that are not used here stay on disk num_tensors=%d first=%s",
-            len(skipped),
-            skipped[0],
-        )
-    unknown = [name for name in left_over if name not in set(skipped)]
+        kinds = [f"{kind} ({len(names)}, first {names[0]})" for kind, names in skipped.items()]
+        logger.info("tensors that are not used here stay on disk: %s", ", ".join(kinds))
+    known = {name for names in skipped.values() for name in names}
+    unknown = [name for name in left_over if name not in known]
     if unknown:
         raise CheckpointError(
             f"left-over tensor{_and_more(unknown)}: the model has no such parameter",

@@ -1,75 +1,74 @@
 """Chat messages to prompt text: the checkpoint's Jinja template, in a sandbox.
 
-A template comes with a checkpoint and is not trusted: it cannot reach Python objects or change what
-it is given. What it raises is the client's error (for example roles in an order that it does not
-know).
+What a template raises is the client's error (for example roles in an order that it does not know),
+with the line where it was raised.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import TracebackType
 
 import jinja2
 import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.errors import RequestError
-from router.text.tokenizer import read_json, token_content
+from router.text.checkpoint_files import special_tokens
+from router.text.template_environment import (
+    ChatEnvironment,
+    TemplateBoundError,
+    TemplateRefusalError,
+)
+from router.text.template_files import template_sources
 from runtime.errors import ConfigError
 
 Message = Mapping[str, object]
-_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+class TemplateLimitError(RequestError):
+    """Rendering takes too long or makes too much."""
 
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as checkpoints' templates ask for it, never escaped: texts may hold marks of ours."""
-    return json.dumps(
-        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    def __init__(self, cause: str) -> None:
+        super().__init__(
+            f"messages cannot be rendered by the model's chat template: {cause}. "
+            "Fix: send fewer or shorter messages, or serve with another template",
+            param="messages",
+        )
+        self.cause = cause
 
 
 class ChatTemplate:
     """Renders conversations. Thread-safe."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, origin: str = "the chat template"
+    ) -> None:
         """``special_tokens`` are the template's variables such as ``bos_token``.
+
+        ``origin``: where it stands, for messages.
 
         Raises:
             ConfigError: ``source`` is no Jinja template.
         """
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = time.strftime
+        self._environment = ChatEnvironment()
         try:
-            self._template = environment.from_string(source)
-            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateSyntaxError as error:
-            problem = f"the chat template is broken in line {error.lineno}: {error.message}"
-            raise ConfigError("model.path", source[:40], problem, "mend the template") from error
+            names = jinja2.meta.find_undeclared_variables(self._environment.parse(source))
+            self._template = self._environment.compile_chat(source)
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+            line = getattr(error, "lineno", None)
+            where = f" in line {line}" if line else ""
+            problem = f"is no chat template: {_text_of(error)}{where}"
+            fix = "mend the template; beside Jinja's it may use what transformers adds"
+            raise ConfigError("model.path", origin, problem, fix) from error
         self.source = source
+        self.origin = origin
         self._special_tokens = dict(special_tokens)
         self._end_mark = f"\ufdd2{secrets.token_hex(8)}\ufdd3"
         """Stands behind the content that an answer goes on from; no client can guess it."""
-        self.variables = frozenset(names)
-        """What the template reads."""
+        self.variables = frozenset(names - self._environment.globals.keys())
+        """What the template reads of what it is given."""
 
     def render(
         self,
@@ -89,28 +88,35 @@ class ChatTemplate:
 
         Raises:
             RequestError: the template refuses the messages.
+            TemplateLimitError: it goes on too long with them.
         """
-        variables = {**self._special_tokens, **(extra or {})}
         if continue_final_message:
             messages = _with_end_mark(messages, self._end_mark)
+        given = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": not continue_final_message,
+        }
+        taken = sorted(given.keys() & (extra or {}).keys())
+        if taken:
+            problem = f"chat_template_kwargs.{taken[0]} is said by the request itself"
+            raise RequestError(f"{problem}. Fix: leave it out", param="chat_template_kwargs")
+        variables = {"documents": None, **self._special_tokens, **(extra or {}), **given}
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=not continue_final_message,
-                **variables,
-            )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            LookupError,
-            RecursionError,
-        ) as error:
+            text = self._environment.render(self._template, variables)
+        except TemplateRefusalError as error:
             raise RequestError(
                 f"messages cannot be rendered by the model's chat template: {error}. "
                 "Fix: use the roles and the order that the model knows",
+                param="messages",
+            ) from error
+        except TemplateBoundError as error:
+            raise TemplateLimitError(str(error)) from error
+        except Exception as error:  # whatever its expressions and filters raise
+            raise RequestError(
+                "messages cannot be rendered by the model's chat template: "
+                f"{_line_of(error.__traceback__)}{_text_of(error)}. "
+                "Fix: use the roles, the order and the fields that the model knows",
                 param="messages",
             ) from error
         return _cut_at(text, self._end_mark) if continue_final_message else text
@@ -144,29 +150,36 @@ def _nothing_to_continue(problem: str) -> RequestError:
     )
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """The variables that templates have for a checkpoint's tokens."""
-    settings = read_json(folder / "tokenizer_config.json")
-    return {key: token_content(settings.get(key)) or "" for key in _TOKEN_NAMES}
+def _text_of(error: Exception) -> str:
+    """What it says; foreign errors with their kind, since many say little without it."""
+    if isinstance(error, jinja2.TemplateError):
+        return (error.message or type(error).__name__).rstrip(".")
+    return f"{type(error).__name__}: {error}"
 
 
-def load_chat_template(folder: Path, name: str = "default") -> ChatTemplate | None:
-    """The template from chat_template.jinja or tokenizer_config.json; None where there is none.
+def _line_of(traceback: TracebackType | None) -> str:
+    """The line of the template where it was raised, where that is known."""
+    line = 0
+    while traceback is not None:
+        if traceback.tb_frame.f_code.co_filename == "<template>":
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    return f"line {line}: " if line else ""
 
-    ``name``: of several, as checkpoints have them: "default", or "tool_use" for offered tools.
+
+def checkpoint_templates(folder: Path, *names: str) -> dict[str, ChatTemplate]:
+    """The templates of a checkpoint's folder by name, of which some may be absent.
+
+    Args:
+        folder: of the checkpoint.
+        names: that are wanted; none: all.
 
     Raises:
-        ConfigError: the template is broken.
+        ConfigError: one of them is broken.
     """
-    settings = read_json(folder / "tokenizer_config.json")
-    usual, further = folder / "chat_template.jinja", folder / "additional_chat_templates"
-    path = usual if name == "default" else further / f"{name}.jinja"
-    source: object = settings.get("chat_template")
-    if path.exists():
-        source = path.read_text(encoding="utf-8")
-    elif isinstance(source, list) and not usual.exists():
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get(name)
-    elif name != "default":
-        source = None
-    return ChatTemplate(source, special_tokens(folder)) if isinstance(source, str) else None
+    tokens = special_tokens(folder)
+    return {
+        name: ChatTemplate(source.text, tokens, origin=source.origin)
+        for name, source in template_sources(folder).items()
+        if not names or name in names
+    }

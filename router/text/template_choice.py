@@ -14,7 +14,8 @@ from pathlib import Path
 from router.text.calls.deepseek import CALL_BEGIN
 from router.text.calls.dsml import DSML
 from router.text.calls.kimi import KIMI_MARKS
-from router.text.template import ChatTemplate, special_tokens
+from router.text.checkpoint_files import special_tokens
+from router.text.template import ChatTemplate
 from router.text.tokenizer import Tokenizer
 from runtime.config.templates import AUTO, FIELD, SHIPPED
 from runtime.errors import ConfigError
@@ -63,7 +64,8 @@ def choose_templates(
 def shipped_template(name: str) -> ChatTemplate:
     """The template of that name that ships."""
     # They spell their special tokens: these are of the format, not of a checkpoint.
-    return ChatTemplate((_FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), {})
+    text = (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    return ChatTemplate(text, {}, origin=f'{FIELD} = "{name}"')
 
 
 def _completed(own: Templates, fitting: str | None) -> Templates:
@@ -103,7 +105,8 @@ def _fitting(own: ChatTemplate | None, model_type: object, tokenizer: Tokenizer)
 def _from_file(choice: str, folder: Path) -> ChatTemplate:
     fix = f"a file with a Jinja template, or one of {', '.join((AUTO, *SHIPPED))}"
     try:
-        return ChatTemplate(Path(choice).read_text(encoding="utf-8"), special_tokens(folder))
+        text = Path(choice).read_text(encoding="utf-8")
+        return ChatTemplate(text, special_tokens(folder), origin=choice)
     except OSError as error:
         raise ConfigError(FIELD, choice, error.strerror or str(error), fix) from error
     except UnicodeDecodeError as error:

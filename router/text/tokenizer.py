@@ -7,15 +7,20 @@ refused at load. Encoding is for threads (``router.text.lanes``): a long prompt 
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
 
+from router.text.checkpoint_files import SETTINGS, added_tokens, read_json, special_tokens
 from router.text.pieces import Pieces
 from runtime.errors import ConfigError
+from runtime.tiktoken_rules import byte_letters
+from runtime.tokenizer_file import is_made_of_ranks, tokenizer_file
 
 BATCH_TEXTS = 256
 """Texts handed to the library at once: their results are turned into ours without the library
@@ -24,19 +29,9 @@ SHORT_CHARS = 1024
 """A shorter text is encoded where it is: the library's threads would take longer to wake."""
 NORMALIZER_SHRINKS = 4
 """A normalizer joins at most so many characters to one (combining marks, Hangul)."""
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
-
-    Printable Latin-1 characters stand for themselves, the other bytes for characters from U+0100
-    on.
-    """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in visible}
-    hidden = sorted(set(range(256)) - set(visible))
-    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
-    return alphabet
+LONG_TEXT, LONG_RUN = 400_000, 25_000
+"""Characters; see `cut_text`."""
+_RUN = re.compile(r"\s+|\S+")
 
 
 def _token_bytes(token: str, alphabet: Mapping[str, int]) -> bytes:
@@ -85,13 +80,23 @@ class Vocabulary:
 class Tokenizer:
     """Encodes text as the checkpoint was trained to read it."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, bos_token: str | None = None) -> None:
-        """``bos_token`` is put before a text that asks for special tokens and lacks it."""
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        cuts_long_runs: bool = False,
+    ) -> None:
+        """``bos_token`` is put before a text that asks for special tokens and lacks it.
+
+        ``cuts_long_runs``: see `cut_text`.
+        """
         # A tokenizer.json may ask for both; a prompt is encoded as it is, or refused.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._bos_id: int | None = backend.token_to_id(bos_token) if bos_token else None
+        self._cuts_long_runs = cuts_long_runs
         self.vocabulary = _vocabulary(backend)
         self.control_tokens = _control_tokens(backend)
         """The texts that encode as one control token wherever they stand."""
@@ -105,7 +110,7 @@ class Tokenizer:
         Raises:
             ConfigError: a file is missing or broken, or the tokenizer is not byte-level.
         """
-        path = folder / "tokenizer.json"
+        path = tokenizer_file(folder)
         try:
             decoder = json.loads(path.read_text(encoding="utf-8")).get("decoder")
             backend = tokenizers.Tokenizer.from_file(str(path))
@@ -115,9 +120,10 @@ class Tokenizer:
         if not _is_byte_level(decoder):
             problem = f"tokenizer.json has the decoder {decoder!r}"
             raise ConfigError("model.path", str(folder), problem, "a byte-level BPE tokenizer")
-        settings = read_json(folder / "tokenizer_config.json")
-        bos = token_content(settings.get("bos_token")) if settings.get("add_bos_token") else None
-        return cls(backend, bos_token=bos)
+        _add_tokens(backend, folder)
+        adds_bos = read_json(folder / SETTINGS).get("add_bos_token")
+        bos = special_tokens(folder).get("bos_token") if adds_bos else None
+        return cls(backend, bos_token=bos, cuts_long_runs=is_made_of_ranks(folder))
 
     def most_chars(self, num_tokens: int) -> int:
         """A longer text cannot be ``num_tokens`` tokens, whatever it says."""
@@ -148,18 +154,32 @@ class Tokenizer:
             add_special_tokens: whether the library's, and bos, are put before each.
             is_abandoned: nobody waits for the result any more; what it is then does not matter.
         """
-        results: list[list[int]] = []
+        if not self._cuts_long_runs or max(map(len, texts), default=0) <= LONG_RUN:
+            batches = self._batches(texts, add_special_tokens, is_abandoned)
+            return [self._with_bos(ids, add_special_tokens) for ids in batches]
+        cut = [cut_text(text) for text in texts]
+        ids_of = self._batches(list(itertools.chain(*cut)), add_special_tokens, is_abandoned)
+        return [
+            self._with_bos(
+                list(itertools.chain(*itertools.islice(ids_of, len(pieces)))), add_special_tokens
+            )
+            for pieces in cut
+        ]
+
+    def _batches(
+        self, texts: Sequence[str], add_special_tokens: bool, is_abandoned: Callable[[], bool]
+    ) -> Iterator[list[int]]:
+        """The ids of each text, as the library has them; of fewer when nobody waits any more."""
         if len(texts) == 1 and len(texts[0]) <= SHORT_CHARS:
-            encoding = self._backend.encode(texts[0], add_special_tokens=add_special_tokens)
-            return [self._with_bos(encoding.ids, add_special_tokens)]
+            yield self._backend.encode(texts[0], add_special_tokens=add_special_tokens).ids
+            return
         for start in range(0, len(texts), BATCH_TEXTS):
             if is_abandoned():
-                return results
+                return
             batch = self._backend.encode_batch_fast(
                 texts[start : start + BATCH_TEXTS], add_special_tokens=add_special_tokens
             )
-            results += [self._with_bos(encoding.ids, add_special_tokens) for encoding in batch]
-        return results
+            yield from (encoding.ids for encoding in batch)
 
     def _with_bos(self, ids: list[int], add_special_tokens: bool) -> list[int]:
         """``ids``, behind bos if they ask for special tokens and lack it."""
@@ -179,7 +199,7 @@ class Tokenizer:
 
 
 def _vocabulary(backend: tokenizers.Tokenizer) -> Vocabulary:
-    alphabet = _byte_alphabet()
+    alphabet = {letter: byte for byte, letter in byte_letters().items()}
     tokens: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     pieces = [b""] * (max(tokens.values(), default=-1) + 1)
     for token, token_id in tokens.items():
@@ -205,27 +225,28 @@ def _control_tokens(backend: tokenizers.Tokenizer) -> tuple[str, ...]:
     )
 
 
-def read_json(path: Path) -> dict[str, object]:
-    """The object in a JSON file, empty where there is no such file.
+def cut_text(text: str) -> list[str]:
+    """``text`` in the pieces that Kimi's tokenizer reads by themselves.
 
-    Raises:
-        ConfigError: the file is no JSON object.
+    It cuts what is longer than `LONG_TEXT`, and runs without white space, or of it, that are longer
+    than `LONG_RUN`.
     """
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            "model.path", str(path), f"no valid JSON: {error}", "mend the file"
-        ) from error
-    if not isinstance(value, dict):
-        raise ConfigError("model.path", str(path), "is no JSON object", "mend the file")
-    return value
+    pieces = []
+    for start in range(0, len(text), LONG_TEXT):
+        part = text[start : start + LONG_TEXT]
+        begin = 0
+        for run in _RUN.finditer(part):
+            for end in range(run.start() + LONG_RUN, run.end(), LONG_RUN):
+                pieces.append(part[begin:end])
+                begin = end
+        pieces.append(part[begin:])
+    return pieces
 
 
-def token_content(token: object) -> str | None:
-    """A token as tokenizer_config.json writes it: a string or an object with content."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+def _add_tokens(backend: tokenizers.Tokenizer, folder: Path) -> None:
+    """Add the tokens that other files name and tokenizer.json lacks, as transformers does."""
+    for _, (text, is_special) in sorted(added_tokens(folder).items()):
+        if backend.token_to_id(text) is None:
+            token = tokenizers.AddedToken(text, special=is_special, normalized=False)
+            add = backend.add_special_tokens if is_special else backend.add_tokens
+            add([token])

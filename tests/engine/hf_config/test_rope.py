@@ -163,3 +163,49 @@ def test_settings_without_effect_are_told() -> None:
     assert isinstance(config, DeepseekV3Config)
     assert config.yarn is None
     assert "says rope_scaling.factor, rope_scaling.mscale" in config.remarks[-1]
+
+
+@pytest.mark.parametrize(
+    ("rope", "told"),
+    [
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "rope_type 'longrope' is not"),
+        ({"type": "linear", "factor": 2.0}, "rope_type 'linear' is not implemented"),
+        ({**YARN, "low_freq_factor": 1.0}, "no setting of rope_type 'yarn'"),
+        ({"rope_type": "yarn"}, "of rope_type 'yarn'"),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_rope_type(rope: dict[str, Any], told: str) -> None:
+    error = read(with_rope(rope_scaling=rope))
+    assert isinstance(error, ConfigError)
+    assert told in error.problem
+
+
+@pytest.mark.parametrize(
+    ("rope", "told"),
+    [
+        (
+            {"rope_scaling": YARN, "rope_parameters": YARN_8},
+            ["config.json says rope_parameters.factor otherwise than rope_scaling, which counts"],
+        ),
+        (
+            {"rope_scaling": {**YARN, "rope_theta": 70.0}, "rope_theta": 300.0},
+            ["config.json says rope_theta otherwise than rope_scaling, which counts"],
+        ),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 10000.0}}, []),
+        ({"rope_scaling": YARN, "rope_theta": 300.0}, []),
+        ({"rope_parameters": {**YARN_8, "rope_theta": 70.0}}, []),
+    ],
+    ids=str,
+)
+def test_settings_that_others_overrule_are_told(rope: dict[str, Any], told: list[str]) -> None:
+    config = read(with_rope(**rope))
+    assert isinstance(config, DeepseekV3Config)
+    assert [remark for remark in config.remarks if "counts" in remark] == told
+
+
+def test_two_names_of_the_dtype_that_differ_are_told() -> None:
+    for dtype, is_told in (("bfloat16", False), ("float32", True)):
+        config = read({**with_rope(), "torch_dtype": "bfloat16", "dtype": dtype})
+        assert isinstance(config, DeepseekV3Config)
+        assert any("torch_dtype = bfloat16" in remark for remark in config.remarks) == is_told

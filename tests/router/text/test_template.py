@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from router.errors import RequestError
 from router.model import load_served_model
-from router.text.template import ChatTemplate, load_chat_template
+from router.text.template import ChatTemplate
 from runtime.config import ModelSection
 from runtime.errors import ConfigError
 from tests.router.conftest import TEMPLATE
@@ -62,41 +60,42 @@ def test_extra_variables_and_filters() -> None:
         "{{ raise_exception('roles must alternate') }}",
         "{{ messages[9].content.x.y }}",
         "{{ 1 / 0 }}",
+        "{{ 5 | dictsort }}",
+        "{{ messages | tojson(indent='x', unknown=1) }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ dict.update(messages[0], role='x') }}",
     ],
 )
 def test_what_a_template_must_not_do_is_the_requests_error(source: str) -> None:
+    message = dict(USER)
     with pytest.raises(RequestError, match="chat template"):
-        ChatTemplate(source, TOKENS).render([USER])
+        ChatTemplate(source, TOKENS).render([message])
+    assert message == USER
+
+
+def test_what_it_raises_is_told_and_a_fault_with_its_line() -> None:
+    said = ChatTemplate("{{ raise_exception('roles must alternate') }}", TOKENS)
+    with pytest.raises(RequestError, match=r"chat template: roles must alternate\. Fix:") as caught:
+        said.render([USER])
+    assert caught.value.status == 400
+    fails = ChatTemplate("one\ntwo {{ messages[0].content + 1 }}", TOKENS)
+    with pytest.raises(RequestError, match="chat template: line 2: TypeError: "):
+        fails.render([USER])
+
+
+def test_variables_of_the_request_itself_cannot_be_replaced() -> None:
+    template = ChatTemplate("{{ messages | length }}{{ documents }}", TOKENS)
+    assert template.render([USER], extra={"documents": ["d"]}) == "1['d']"
+    assert template.render([USER]) == "1None"
+    with pytest.raises(RequestError, match=r"chat_template_kwargs\.messages"):
+        template.render([USER], extra={"messages": []})
 
 
 def test_broken_templates_are_found_at_start() -> None:
-    with pytest.raises(ConfigError, match="line 1"):
-        ChatTemplate("{% if %}", TOKENS)
-
-
-def test_where_templates_are_found(tmp_path) -> None:
-    assert load_chat_template(tmp_path) is None
-    settings = {"chat_template": [{"name": "default", "template": "D"}], "bos_token": None}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    template = load_chat_template(tmp_path)
-    assert template is not None
-    assert template.render([USER]) == "D"
-    assert load_chat_template(tmp_path, "tool_use") is None
-    settings["chat_template"].append({"name": "tool_use", "template": "T"})
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tool_use = load_chat_template(tmp_path, "tool_use")
-    assert tool_use is not None
-    assert tool_use.render([USER]) == "T"
-    (tmp_path / "chat_template.jinja").write_text("F")
-    assert load_chat_template(tmp_path, "tool_use") is None
-    (tmp_path / "additional_chat_templates").mkdir()
-    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("A")
-    tool_use = load_chat_template(tmp_path, "tool_use")
-    assert tool_use is not None
-    assert tool_use.render([USER]) == "A"
-    template = load_chat_template(tmp_path)
-    assert template is not None
-    assert template.render([USER]) == "F"
+    with pytest.raises(ConfigError, match=r"tool_use\.jinja.* line 1"):
+        ChatTemplate("{% if %}", TOKENS, origin="tool_use.jinja")
+    with pytest.raises(ConfigError, match="unknown tag 'photograph'"):
+        ChatTemplate("{% photograph %}", TOKENS)
 
 
 def test_the_served_model(model_dir) -> None:
