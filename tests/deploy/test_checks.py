@@ -140,7 +140,7 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, name: str, load_for
     (tmp_path / "model" / name).unlink()
     error = refused(config)
     assert error.path == "model.path"
-        assert error.problem.startswith(f"holds no {name.replace('model', '*')}")
+    assert error.problem.startswith(f"holds no {name.replace('model', '*')}")
 
 
 @pytest.mark.parametrize(
