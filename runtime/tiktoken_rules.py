@@ -59,6 +59,31 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
     return ranks
 
 
+_SPLIT_STEP = {
+    "type": "Split",
+    "pattern": {"Regex": SPLIT},
+    "behavior": "Isolated",
+    "invert": False,
+}
+_BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+_BPE = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    # A piece that is a token is that token, whatever its parts.
+    "ignore_merges": True,
+}
+
+
 def special_names(num_ranks: int, added: Mapping[str, object]) -> dict[str, tuple[int, bool]]:
     """The special tokens' texts, each with its id and whether it stays out of decoded text.
 
@@ -123,43 +148,10 @@ def tokenizer_content(
             for name, (token_id, is_special) in special.items()
         ],
         "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": SPLIT},
-                    "behavior": "Isolated",
-                    "invert": False,
-                },
-                {
-                    "type": "ByteLevel",
-                    "add_prefix_space": False,
-                    "trim_offsets": True,
-                    "use_regex": False,
-                },
-            ],
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_SPLIT_STEP, _BYTE_LEVEL]},
         "post_processor": None,
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            # A piece that is a token is that token, whatever its parts.
-            "ignore_merges": True,
-            "vocab": vocab,
-            "merges": merges,
-        },
+        "decoder": _BYTE_LEVEL,
+        "model": {**_BPE, "vocab": vocab, "merges": merges},
     }
 
 

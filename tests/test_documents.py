@@ -106,7 +106,8 @@ def test_named_files_and_fields_exist(document: Path) -> None:
     config = ClusterConfig()
     for section, field in re.findall(rf"`({'|'.join(SECTIONS)})\.([a-z_]+)`", text):
         # On Kubernetes the same words name values of the chart (tests/helm/test_values.py).
-        is_value = document.name == "kubernetes.md" and field in CHART_VALUES.get(section, {})
+        values = {**CHART_VALUES["workers"], **CHART_VALUES.get(section, {})}
+        is_value = document.name == "kubernetes.md" and field in values
         if field not in ("py", "md", "crt") and not is_value:
             assert hasattr(getattr(config, section), field), f"{section}.{field}"
 

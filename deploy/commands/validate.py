@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from deploy.model_folder import with_model
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
+    from deploy.plan import InstancePlan
     from engine.model.spec import CommonConfig
     from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 
@@ -82,9 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_config(config, num_devices=num_devices, shape=published)
     keys = checked_keys(config)
     plans = plan_instances(config)
-    for plan in plans:
-        ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
-        print(f"{plan.name:<12} {ranks} on {plan.device}")
+    _print_ranks(plans)
     for role, section in (("prefill", config.prefill), ("decode", config.decode)):
         print(f"{role} step".ljust(12), _sizes_of(section))
     source = f"as {shape.name} is published" if shape else config.model.path
@@ -99,8 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"drafts       {_drafts_of(chosen, config, model)}")
     for remark in (*model.remarks, *remarks_of(config), *remarks_of_tiers(config, keys)):
         print(f"note         {remark}")
-    held = plan_prefill_memory(config, model)
-    if held is not None:
+    if (held := plan_prefill_memory(config, model)) is not None:
         print(describe_prefill_memory(held))
     budget = plan_decode_memory(config, model)
     if budget is not None:
@@ -111,6 +110,12 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     Console().print(posture_table(posture_of(config, has_keys=keys is not None)), highlight=False)
     return 0
+
+
+def _print_ranks(plans: Sequence[InstancePlan]) -> None:
+    for plan in plans:
+        ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
+        print(f"{plan.name:<12} {ranks} on {plan.device}")
 
 
 def _sizes_of(section: PrefillSection | DecodeSection) -> str:

@@ -189,3 +189,13 @@ def test_ranks_are_read_back() -> None:
     content = b"\n".join(b"%s %d" % (base64.b64encode(t), r) for r, t in enumerate(TOKENS))
     assert read_ranks(content) == {token: rank for rank, token in enumerate(TOKENS)}
     assert special_names(5, {})["<|reserved_token_5|>"] == (5, True)
+
+
+def test_grammars_read_what_was_made(tmp_path: Path) -> None:
+    from engine.constraint.vocabulary import PieceEncoding, read_vocabulary
+
+    vocabulary = read_vocabulary(write_ranks(tmp_path / "model"), len(TOKENS) + NUM_SPECIAL)
+    assert vocabulary.encoding is PieceEncoding.BYTE_LEVEL
+    assert vocabulary.pieces[256:260] == ["ab", "aba", "aa", "aaa"]
+    assert vocabulary.special[260] == "[BOS]"
+    assert vocabulary.special[262] == "<|call|>"
