@@ -23,7 +23,7 @@ import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,19 +111,27 @@ def write(uv: str, *, upgrade: bool) -> None:
 
 
 def check(uv: str) -> None:
-    """Whether the locks are what pyproject.toml asks for, and all that we promise resolves."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Whether the locks are what pyproject.toml asks for, and all that we promise resolves.
+
+    Raises:
+        LockError: with all that is not so.
+    """
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(_AT_ONCE) as threads:
         _write_cpu_build(Path(folder))
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            jobs = [threads.submit(_check_lock, uv, name) for name in LOCKS]
-            for python in PYTHONS:
-                for cpu_index in ("", folder):
-                    jobs.append(threads.submit(_check_resolves, uv, python, cpu_index))
-                for name in ("dev", "kernels"):
-                    jobs.append(threads.submit(_check_wheels, uv, python, name))
-        faults = [str(job.exception()) for job in jobs if isinstance(job.exception(), LockError)]
-        results = [job.result() for job in jobs if not isinstance(job.exception(), LockError)]
-    print(*results, sep="\n")
+        # These read the index; the others, then, what these have read of it.
+        jobs = [threads.submit(_check_lock, uv, name) for name in LOCKS]
+        jobs += [threads.submit(_check_resolves, uv, python) for python in PYTHONS]
+        wait(jobs)
+        for python in PYTHONS:
+            jobs.append(threads.submit(_check_resolves, uv, python, cpu_build=folder))
+            jobs += [threads.submit(_check_wheels, uv, python, name) for name in ("dev", "kernels")]
+        wait(jobs)
+    faults = []
+    for job in jobs:
+        try:
+            print(job.result())
+        except LockError as error:
+            faults.append(str(error))
     if faults:
         raise LockError("\n".join(faults))
 
@@ -133,11 +141,8 @@ def _made(uv: str, name: str, *, upgrade: bool = False) -> str:
     lock = LOCKS[name]
     known = {} if upgrade or not _path(name).exists() else blocks(_read(name))
     if lock.like:
-        known |= {
-            key: part
-            for key, part in blocks(without_cuda(_read(lock.like))).items()
-            if key != "triton"
-        }
+        theirs = blocks(without_cuda(_read(lock.like)))
+        known |= {key: part for key, part in theirs.items() if key != "triton"}
     options = [*lock.target, "--generate-hashes", "--custom-compile-command=make locks"]
     options += [f"--extra={extra}" for extra in lock.extras]
     options += [f"--group={group}" for group in lock.groups]
@@ -153,32 +158,22 @@ def _made(uv: str, name: str, *, upgrade: bool = False) -> str:
 def _check_lock(uv: str, name: str) -> str:
     old, new = set(pins(_read(name))), set(pins(_made(uv, name)))
     if old != new:
-        changes = [f"-{each}" for each in sorted(old - new)] + [
-            f"+{each}" for each in sorted(new - old)
-        ]
-        raise LockError(
-            f"requirements/{name}.txt is not what pyproject.toml asks for:\n  "
-            + "\n  ".join(changes)
-            + "\nFix: make locks"
-        )
+        changes = [f"  -{each}" for each in sorted(old - new)]
+        changes += [f"  +{each}" for each in sorted(new - old)]
+        problem = f"requirements/{name}.txt is not what pyproject.toml asks for:"
+        raise LockError("\n".join([problem, *changes, "Fix: make locks"]))
     return f"requirements/{name}.txt is what pyproject.toml asks for"
 
 
-def _check_resolves(uv: str, python: str, cpu_index: str) -> str:
-    """Whether the project resolves without a lock, alone or beside a CPU build of PyTorch."""
-    options = [
-        f"--python-version={python}",
-        "--python-platform=linux",
-        "--extra=dev",
-        "pyproject.toml",
-    ]
-    options += [f"--find-links={cpu_index}", "--group=cpu"] if cpu_index else []
-    title = f"tandem-serve[dev] on Python {python} " + (
-        "and a CPU build of PyTorch" if cpu_index else "alone"
-    )
-    found = pins(_compile(uv, *options, what=title))
+def _check_resolves(uv: str, python: str, *, cpu_build: str = "") -> str:
+    """Whether the project resolves without a lock, alone or beside a CPU build in a folder."""
+    title = f"tandem-serve[dev] on Python {python} "
+    title += "and a CPU build of PyTorch" if cpu_build else "alone"
+    options = [*_on_linux(python), "--extra=dev", "pyproject.toml"]
+    options += [f"--find-links={cpu_build}", "--group=cpu"] if cpu_build else []
+    found = pins(_compile(uv, *options, what=title, read=bool(cpu_build)))
     cuda = [pin for pin in found if pin.startswith(("nvidia-", "cuda-", "torch=="))]
-    if cpu_index and not (len(cuda) == 1 and cuda[0].endswith("+cpu")):
+    if cpu_build and not (len(cuda) == 1 and cuda[0].endswith("+cpu")):
         raise LockError(f"{title}: it comes with {', '.join(cuda)}")
     return f"{title}: {len(found)} packages"
 
@@ -186,32 +181,41 @@ def _check_resolves(uv: str, python: str, cpu_index: str) -> str:
 def _check_wheels(uv: str, python: str, name: str) -> str:
     """Whether the index has a wheel of every package of a lock for this Python."""
     title = f"requirements/{name}.txt on Python {python}"
-    options = (
-        f"--python-version={python}",
-        "--python-platform=linux",
-        "--no-deps",
-        "--only-binary=:all:",
-    )
-    found = pins(_compile(uv, *options, str(_path(name)), what=title))
+    options = (*_on_linux(python), "--no-deps", "--only-binary=:all:", str(_path(name)))
+    found = pins(_compile(uv, *options, what=title, read=True))
     return f"{title}: {len(found)} wheels"
 
 
-def _compile(uv: str, *options: str, what: str) -> str:
-    """What ``uv pip compile`` says, with the public index and nothing of this machine's."""
-    command = [uv, "pip", "compile", "--quiet", "--no-config", *options]
+def _on_linux(python: str) -> tuple[str, ...]:
+    return "--python-platform=linux", f"--python-version={python}"
+
+
+def _compile(uv: str, *options: str, what: str, read: bool = False) -> str:
+    """What ``uv pip compile`` says, with the public index and nothing of this machine's.
+
+    Args:
+        uv: the program
+        options: of it
+        what: is compiled, for who reads an error
+        read: whether what uv has read of the index will do; if not, it is asked again
+
+    Raises:
+        LockError: with uv's reasons.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={key: value for key, value in os.environ.items() if not _INDEX_SETTINGS.match(key)},
-        input="\n".join(project["build-system"]["requires"]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise LockError(f"{what}:\n{done.stderr.strip()}")
-    return done.stdout
+    for more in (["--offline"], []) if read else ([],):
+        done = subprocess.run(
+            [uv, "pip", "compile", "--quiet", "--no-config", *more, *options],
+            cwd=ROOT,
+            env={key: value for key, value in os.environ.items() if not _INDEX_SETTINGS.match(key)},
+            input="\n".join(project["build-system"]["requires"]),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0:
+            return done.stdout
+    raise LockError(f"{what}:\n{done.stderr.strip()}")
 
 
 def _write_cpu_build(folder: Path) -> None:
