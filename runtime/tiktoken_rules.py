@@ -35,6 +35,25 @@ SPLIT: Final = "|".join(
 )
 """What Kimi's tokenizer takes for one piece."""
 
+_AS_SPELLED = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+_BYTE_LEVEL = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": False,
+}
+_BPE = {
+    "type": "BPE",
+    "dropout": None,
+    "unk_token": None,
+    "continuing_subword_prefix": None,
+    "end_of_word_suffix": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    # A piece that is a token is that token, whatever its parts.
+    "ignore_merges": True,
+}
+
 
 def read_ranks(content: bytes) -> dict[bytes, int]:
     """Each token's rank.
@@ -106,60 +125,20 @@ def tokenizer_content(
         for token in by_rank
         for first, second in _pairs(token, ranks)
     ]
+    split = {"type": "Split", "pattern": {"Regex": SPLIT}, "behavior": "Isolated", "invert": False}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": token_id,
-                "content": name,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": is_special,
-            }
+            {"id": token_id, "content": name, "special": is_special, **_AS_SPELLED}
             for name, (token_id, is_special) in special.items()
         ],
         "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": SPLIT},
-                    "behavior": "Isolated",
-                    "invert": False,
-                },
-                {
-                    "type": "ByteLevel",
-                    "add_prefix_space": False,
-                    "trim_offsets": True,
-                    "use_regex": False,
-                },
-            ],
-        },
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, _BYTE_LEVEL]},
         "post_processor": None,
-        "decoder": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            # A piece that is a token is that token, whatever its parts.
-            "ignore_merges": True,
-            "vocab": vocab,
-            "merges": merges,
-        },
+        "decoder": _BYTE_LEVEL,
+        "model": {**_BPE, "vocab": vocab, "merges": merges},
     }
 
 
