@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.errors import ConfigError
 
-SETTINGS = "tokenizer_config.json"
+SETTINGS, OLD_SETTINGS = "tokenizer_config.json", "special_tokens_map.json"
 _ADDED = "added_tokens_decoder"
 
 
@@ -49,7 +49,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """
     settings = read_json(folder / SETTINGS)
     if _ADDED not in settings:
-        settings = {**settings, **read_json(folder / "special_tokens_map.json")}
+        settings = {**settings, **read_json(folder / OLD_SETTINGS)}
     named = {
         name: token_content(value) for name, value in settings.items() if name.endswith("_token")
     }

@@ -11,7 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.text.checkpoint_files import SETTINGS, added_tokens, read_json, special_tokens
+from router.text.checkpoint_files import (
+    OLD_SETTINGS,
+    SETTINGS,
+    added_tokens,
+    read_json,
+    special_tokens,
+    token_content,
+)
 from router.text.template_files import overruled_templates
 from router.text.tokenizer import Tokenizer
 from runtime.errors import ConfigError
@@ -89,7 +96,8 @@ def _sources(folder: Path, tokenizer: Tokenizer, name: str) -> Sources:
     text = special_tokens(folder).get(name)
     of_text = tokenizer.token_id(text) if text else None
     if of_text is not None:
-        found[of_text].append(SETTINGS)
+        is_old = token_content(read_json(folder / SETTINGS).get(name)) != text
+        found[of_text].append(OLD_SETTINGS if is_old else SETTINGS)
     return dict(found)
 
 

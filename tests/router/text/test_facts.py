@@ -75,6 +75,7 @@ def test_an_end_of_older_files_and_one_that_is_a_common_token(folder: Path) -> N
     change(folder, "special_tokens_map.json", eos_token="<user>")
     model = load(folder)
     assert model.limits.eos_token_ids == (USER, 9)
+    assert f"{USER} '<user>' (special_tokens_map.json)" in " ".join(model.remarks)
     text = model.tokenizer.vocabulary.token_text(9)
     assert f"an answer ends with 9 {text!r}, which is no special token" in model.remarks
 
