@@ -103,6 +103,7 @@ def test_the_values_that_the_documentation_names_exist() -> None:
     of_pods = {key: VALUES[key] for key in OF_PODS}
     values = VALUES | {part: VALUES[part] | of_pods for part in ("router", "workers", "test")}
     values |= dict.fromkeys(ROLES, values["workers"])
+    values["model"] = VALUES["model"] | {"download": VALUES["model"]["download"] | of_pods}
     for path in {*named} - {"tls.crt", "tls.key"}:
         found: Any = values
         for key in path.split("."):
