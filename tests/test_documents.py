@@ -59,6 +59,7 @@ PACKAGES = (
 )
 SECTIONS = tuple(field.name for field in dataclasses.fields(ClusterConfig))
 CHART_VALUES = yaml.safe_load((ROOT / "helm" / "tandem" / "values.yaml").read_text("utf-8"))
+CHART_VALUES |= dict.fromkeys(("prefill", "decode"), CHART_VALUES["workers"])
 
 
 def exported() -> set[str]:

@@ -100,9 +100,10 @@ def test_the_values_that_the_documentation_names_exist() -> None:
     text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     named = re.findall(rf"(?:`|--set )((?:{'|'.join(VALUES)})(?:\.\w+)+)", text)
     assert len(named) > 30
-    of_pods = {key: VALUES[key] for key in OF_PODS}
+    of_pods = {key: VALUES[key] for key in (*OF_PODS, "image")}
     values = VALUES | {part: VALUES[part] | of_pods for part in ("router", "workers", "test")}
     values |= dict.fromkeys(ROLES, values["workers"])
+    values["model"] = VALUES["model"] | {"download": VALUES["model"]["download"] | of_pods}
     for path in {*named} - {"tls.crt", "tls.key"}:
         found: Any = values
         for key in path.split("."):
