@@ -31,7 +31,8 @@ def bounds_of(which: str, what: str, count: int) -> dict[str, int]:
 def texts_of(document: Any) -> list[str]:
     """As itself, and in ASCII: pairs and other escapes count one each."""
     return [
-        json.dumps(document, ensure_ascii=is_ascii, separators=(",", ":")) for is_ascii in (0, 1)
+        json.dumps(document, ensure_ascii=is_ascii, separators=(",", ":"))
+        for is_ascii in (False, True)
     ]
 
 
