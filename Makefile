@@ -45,7 +45,7 @@ help:
 	@echo "make check      lint, types, import direction, size budgets, what is generated"
 	@echo "make format     rewrite the code in the common style"
 	@echo "make proto      generate runtime/pb from proto/"
-	@echo "make api-docs   write the endpoints and fields of docs/api.md"
+	@echo "make api-docs   write the endpoints and fields of docs/use/api.md"
 	@echo "make chart-files  write what the Helm chart has from elsewhere"
 	@echo "make properties  run the property tests with examples of their own"
 	@echo "make soak       the long tests        make gpu-test   the tests that need a GPU"

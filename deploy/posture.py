@@ -1,7 +1,7 @@
 """Which ports a cluster opens, who reaches each, and what protects it.
 
 Pure: a configuration goes in. Told before and after a start, so that nobody opens more than they
-meant to. docs/security.md says what each protection is worth.
+meant to. docs/use/security.md says what each protection is worth.
 """
 
 from __future__ import annotations

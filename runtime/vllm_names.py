@@ -2,7 +2,7 @@
 
 Nothing is counted for them: every row of the table reads, at a scrape, what we export under our own
 names anyway. A role has a row where it knows the whole truth of it, and no other process counts the
-same, so that sums over all processes are right; docs/metrics.md says which role has which, and why.
+same, so that sums over all processes are right; docs/use/metrics.md says which role has which.
 """
 
 from __future__ import annotations

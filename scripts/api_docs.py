@@ -1,4 +1,4 @@
-"""Writes what docs/api.md has from the code; ``--check`` only says whether it differs.
+"""Writes what docs/use/api.md has from the code; ``--check`` only says whether it differs.
 
     python scripts/api_docs.py [--check]
 
@@ -32,7 +32,7 @@ from router.http.schema import ChatRequest, CompletionRequest  # noqa: E402
 from router.http.tokenization import DetokenizeRequest, TokenizeRequest  # noqa: E402
 from router.http.unsupported import unknown_fields  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "api.md"
+DOCUMENT = ROOT / "docs" / "use" / "api.md"
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
@@ -193,7 +193,7 @@ def main() -> int:
     if text == wanted:
         return 0
     if check:
-        print("error: docs/api.md is not what the code says; run: make api-docs", file=sys.stderr)
+        print("error: docs/use/api.md differs from the code; run: make api-docs", file=sys.stderr)
         return 1
     DOCUMENT.write_text(wanted, encoding="utf-8")
     return 0

@@ -47,7 +47,7 @@ def _major(program: str) -> int | None:
 
 
 def config_of_cluster(router: str, rules: Path) -> str:
-    """As docs/metrics.md has it: `router` is host:port of its HTTP, and tells of the workers."""
+    """As docs/use/metrics.md has it; `router` is host:port of its HTTP, and tells of workers."""
     return f"""\
 global: {SCRAPED_EVERY}
 rule_files: ['{rules}']

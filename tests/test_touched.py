@@ -22,7 +22,7 @@ _spec.loader.exec_module(touched)
         ("kernels", "tests/engine/ops/test_norm.py", True),
         ("kernels", "pyproject.toml", True),
         ("kernels", "router/http/app.py", False),
-        ("kernels", "docs/api.md", False),
+        ("kernels", "docs/use/api.md", False),
         ("clients", "router/text/stops.py", True),
         ("clients", "engine/model/llama.py", False),
         ("pods", "helm/tandem/values.yaml", True),

@@ -34,7 +34,7 @@ from engine.streams import Streams, StreamUse
 
 PIECE_BYTES: Final = 12 * 2**20
 """Of an expert that are copied, and read for their checksum, beside one step: a quarter of
-DeepSeek-V3's 44 MB in FP8. Measured: docs/experts.md."""
+DeepSeek-V3's 44 MB in FP8. Measured: docs/deep/experts.md."""
 _MAGIC: Final = 0x7A6D_6578_7065_7274
 _CANARY_BYTES: Final = ROW_BYTES
 

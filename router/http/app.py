@@ -71,7 +71,7 @@ def create_app(
 
 
 def api_routes(serving: Serving) -> list[web.RouteDef]:
-    """All that clients call; `docs/api.md` lists them with the first line of each handler."""
+    """All that clients call; `docs/use/api.md` lists them with the first line of each handler."""
     endpoints = OpenAIEndpoints(serving)
     foreign = ForeignEndpoints(endpoints, serving)
     models, tokenizer = ModelEndpoints(serving), TokenizerEndpoints(serving)

@@ -59,7 +59,7 @@ class DecodeSection:
     """Slots for second copies of experts, of all ranks together."""
     rebalance_experts: str = "off"
     """Move experts between ranks while requests are decoded, by what they get: "on" or "off"
-    (docs/experts.md)."""
+    (docs/deep/experts.md)."""
     rebalance_interval_steps: int = 3000
     """Steps of a group from one plan to the next, by the load of as many steps."""
     rebalance_objective: str = "time"

@@ -29,7 +29,7 @@ class PrefillSection:
     """Slots for second copies of experts, of all ranks together."""
     rebalance_experts: str = "off"
     """Move experts between ranks while prompts are computed, by what they get: "on" or "off"
-    (docs/experts.md)."""
+    (docs/deep/experts.md)."""
     rebalance_interval_steps: int = 200
     """Steps of a group from one plan to the next, by the load of as many steps."""
     rebalance_objective: str = "time"

@@ -26,7 +26,9 @@ def rules() -> list[dict[str, Any]]:
 
 def test_every_alert_says_how_bad_it_is_and_where_to_read_on() -> None:
     headings = re.findall(
-        r"^## (\w+)$", (ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^## (\w+)$",
+        (ROOT / "docs" / "use" / "runbooks.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
     )
     assert [rule["alert"] for rule in rules()] == headings
     for rule in rules():
@@ -39,7 +41,7 @@ def test_every_alert_says_how_bad_it_is_and_where_to_read_on() -> None:
 
 
 def test_every_runbook_says_meaning_check_and_fix() -> None:
-    text = (ROOT / "docs" / "runbooks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "use" / "runbooks.md").read_text(encoding="utf-8")
     for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         assert re.findall(r"^\*\*(\w+)\*\*:", part, re.MULTILINE) == ["Means", "Check", "Fix"], part
 

@@ -270,7 +270,7 @@ def test_scalers_ask_for_metrics_that_there_are() -> None:
     for role in ("prefill", "decode"):
         scaler = render({role: hpa}).get("HorizontalPodAutoscaler", f"demo-tandem-{role}")
         names = {each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"]}
-        # As the adapter's rules in docs/kubernetes.md rename them.
+        # As the adapter's rules in docs/use/kubernetes.md rename them.
         renamed = {f"vllm_{row.name}" for row in ROWS[role]}
         assert names <= exported[role] | renamed
 

@@ -97,7 +97,7 @@ def test_every_value_has_a_comment() -> None:
 
 
 def test_the_values_that_the_documentation_names_exist() -> None:
-    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "use" / "kubernetes.md").read_text(encoding="utf-8")
     named = re.findall(rf"(?:`|--set )((?:{'|'.join(VALUES)})(?:\.\w+)+)", text)
     assert len(named) > 30
     of_pods = {key: VALUES[key] for key in (*OF_PODS, "image")}

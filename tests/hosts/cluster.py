@@ -23,7 +23,7 @@ TOKEN = "a token of tests, long enough for nobody to guess it"
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": TOKEN,
-    # A lost host is known as lost after some 8 s, as docs/multi-node.md advises.
+    # A lost host is known as lost after some 8 s, as docs/use/multi-node.md advises.
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "4",

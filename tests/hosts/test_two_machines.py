@@ -1,4 +1,4 @@
-"""Two machines, started word for word as README and docs/multi-node.md say it."""
+"""Two machines, started word for word as README and docs/use/multi-node.md say it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 README = ROOT / "README.md"
-PAGE = ROOT / "docs" / "multi-node.md"
+PAGE = ROOT / "docs" / "use" / "multi-node.md"
 SECRET = "ab" * 32
 
 

@@ -171,7 +171,7 @@ TLS: Values = {"tls": {"enabled": True, "existingSecret": "certificates"}}
 
 
 def certificates(folder: Path) -> dict[str, Any]:
-    """A Secret with the names that docs/kubernetes.md asks for."""
+    """A Secret with the names that docs/use/kubernetes.md asks for."""
     domain = f"{NAMESPACE}.svc.cluster.local"
     of_router = (ROUTER, f"{ROUTER}.{NAMESPACE}", f"{ROUTER}.{NAMESPACE}.svc", f"{ROUTER}.{domain}")
     workers = (f"*.{name}.{domain}" for name in (PREFILL, DECODE))

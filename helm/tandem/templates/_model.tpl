@@ -1,4 +1,4 @@
-{{/* Where the checkpoint comes from, and what fetches it: docs/kubernetes.md. */}}
+{{/* Where the checkpoint comes from, and what fetches it: docs/use/kubernetes.md. */}}
 
 {{- define "tandem.modelPath" -}}
 {{- $model := .Values.model -}}

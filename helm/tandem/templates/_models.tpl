@@ -1,4 +1,4 @@
-{{/* Several models behind one release's routers: docs/kubernetes.md. */}}
+{{/* Several models behind one release's routers: docs/use/kubernetes.md. */}}
 
 {{/* The file of models that routers serve beside the first. */}}
 {{- define "tandem.modelsToml" -}}

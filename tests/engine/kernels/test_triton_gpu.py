@@ -237,6 +237,6 @@ def test_the_bundled_model_agrees_with_float32(kernels: Kernels) -> None:
     same_best = sum(a.top_ids[0] == b.top_ids[0] for a, b in pairs) / len(pairs)
     difference = sum(abs(a.logprob - b.logprob) for a, b in pairs) / len(pairs)
     print(f"{kernels.name}: {len(pairs)} tokens, same best {same_best:.4f}, off {difference:.4f}")
-    # What e4m3 activations cost, see docs/performance.md: 0.963 and 0.089 on longer prompts.
+    # What e4m3 activations cost, see docs/deep/performance.md: 0.963 and 0.089 on longer prompts.
     assert same_best > 0.94
     assert difference < 0.12

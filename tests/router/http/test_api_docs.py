@@ -1,4 +1,4 @@
-"""docs/api.md: every endpoint has an example, and each example runs."""
+"""docs/use/api.md: every endpoint has an example, and each example runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the console costs the router and a browser, and the pictures of docs/console.md.
+"""What the console costs the router and a browser, and the pictures of docs/use/console.md.
 
 ``python -m tests.router.http.console.bench [--load] [--shots docs/images]`` starts a router as a
 process of its own with 100 registered workers (fake engines) and a headless Chromium.
@@ -104,7 +104,7 @@ async def cpu_of(seconds: float, *pids: int) -> float:
 
 
 async def shoot(tab: Tab, url: str, folder: Path) -> None:
-    """The pictures of docs/console.md."""
+    """The pictures of docs/use/console.md."""
     views = (("dark", 1280, 940), ("light", 1280, 940), ("dark", 1920, 1000), ("dark", 390, 844))
     for theme, width, height in views:
         await tab.resize(width, height)
