@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE =
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := deploy bench router prefill decode worker engine kv_transfer runtime
-SOURCES := $(PACKAGES) tools tests
+SOURCES := $(PACKAGES) tools scripts tests
 # Apart from .venv, with what kernels need and nothing else: none of them may come to need more.
 KERNELS := .venv-kernels
 # Apart as well: others' clients, with whatever they want to have beside them.

@@ -21,7 +21,7 @@ COMMON = (
     "requirements/",
     "Makefile",
     ".ci/",
-    "scripts/touched.py",
+    "scripts/",
     "tests/conftest.py",
 )
 PATHS: Mapping[str, tuple[str, ...]] = {
