@@ -73,7 +73,9 @@ class Image:
         (folder / "python").symlink_to(sys.executable)
         (folder / "tandem").write_text(_TANDEM.format(python=sys.executable))
         (folder / "tandem").chmod(0o755)
-        own = {"/usr", sys.prefix, sys.base_prefix, str(REPOSITORY)}
+        # An environment may be a link to another place.
+        environment = {sys.prefix, str(Path(sys.prefix).resolve())}
+        own = {"/usr", *environment, sys.base_prefix, str(REPOSITORY)}
         # A folder inside another one comes with it.
         roots = [one for one in sorted(own) if not any(one.startswith(f"{o}/") for o in own)]
         mounts = [*((one, one) for one in roots), (str(folder), IMAGE_BIN)]
