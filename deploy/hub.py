@@ -118,7 +118,7 @@ def bring(model: HubModel, names: Sequence[str], to: Path | None) -> Path:
         HubError: that did not come to its end; whole files stay.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     with _errors_mapped(model), _ended_by_ctrl_c():
