@@ -29,7 +29,7 @@ KERNEL_TESTS := -m gpu tests/engine/attention tests/engine/formats tests/engine/
 INSTALL = $(UV)/bin/python -m scripts.install
 
 .DEFAULT_GOAL := help
-.PHONY: help up down test nightly nightly-test mutants kernels-check quick check lint types imports \
+.PHONY: help up down test nightly nightly-test images-test mutants kernels-check quick check lint types imports \
 	budgets proto proto-check api-docs api-docs-check chart-files format properties soak gpu-test \
 	clients-test locks locks-check sbom image-digests install install-dev clean
 
@@ -38,6 +38,7 @@ help:
 	@echo "make down       stop it"
 	@echo "make test       set up and run the tests that every change must pass"
 	@echo "make nightly    run all that needs no GPU and is not in make test (hours)"
+	@echo "make images-test  build the CPU image, run it and the chart's pods in it"
 	@echo "make mutants    remove ten guards, one at a time: the tests must fail each time"
 	@echo "make quick      run the quick tests of what a change touches"
 	@echo "make clients-test  run litellm, lm-eval, guidellm and aiperf against a cluster"
@@ -68,12 +69,17 @@ test: install-dev
 
 # What is too dear for every change: run it before a release, and every night. tests/nightly.toml has
 # which commit each part passed on last.
-nightly: nightly-test kernels-check clients-test mutants
+nightly: nightly-test kernels-check clients-test images-test mutants
 
 # Hosts, Ray and routers of several whole clusters: two of them keep two cores busy.
 nightly-test: JOBS = 2
 nightly-test: install-dev
 	$(BIN)/python -m pytest -q -rfEs $(BESIDE) -m nightly --durations 40
+
+# The CPU image, built and run without a daemon, and the chart's pods in it; needs root, buildah and debootstrap.
+images-test: install-dev
+	$(BIN)/python -m tests.images.build build/image
+	TANDEM_IMAGE=build/image $(BIN)/python -m pytest -q -rfEs -m "not soak" tests/images tests/pods
 
 mutants: install-dev
 	$(BIN)/python scripts/mutants.py

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what would be started; a ConfigError says what is wrong."""
     named = chosen_config(arguments)  # looked at before what is heavy is imported
     check_named_files(named)
-    if getattr(arguments, "model_shape", None) is None:
+    if arguments.model_shape is None:
         with_model(named)
     from deploy.checkpoint_report import checkpoint_lines
     from deploy.checks import (
