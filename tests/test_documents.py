@@ -16,7 +16,7 @@ from tests.runtime.exports import make_exports
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
-    ROOT / "README.md",
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     ROOT / "engine" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
@@ -46,6 +46,23 @@ OF_A_RUNNING_WORKER = {
 }
 """Metrics that a rank adds when it opens its transport and joins the pool, traces requests, or has
 experts."""
+ODD_PHRASES = re.compile(
+    r"""
+    nobody\ would\ have\ disturbed   # identical output
+    | of\ a\ request\ dies\ with    # is not replicated
+    | turn\ is\ near                # just before prefill schedules it
+    | not\ said\ yet\ who            # unknown callers
+    | what\ holds\ it\ back | shares\ are\ of\ the\ bound    # % of roofline
+    | calls\ of\ tools              # tool calls
+    | (choices|places?)\ in\ flight # concurrent requests, admission slots
+    | (fp8|grouped|matrix|triton)\ products | run\ products      # GEMMs
+    | shared\ heads                 # tensor-parallel
+    | multiprocessors               # SMs
+    | page-locked                   # pinned
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+"""What a reader stumbles over; behind each the field's word."""
 PACKAGES = (
     "deploy",
     "bench",
@@ -111,6 +128,20 @@ def test_named_files_and_fields_exist(document: Path) -> None:
         is_value = document.name == "kubernetes.md" and field in values
         if field not in ("py", "md", "crt") and not is_value:
             assert hasattr(getattr(config, section), field), f"{section}.{field}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_pages_speak_plainly(document: Path) -> None:
+    if document.parent.name != "log":
+        text = re.sub(r"`[^`]*`", "", document.read_text(encoding="utf-8"))
+        found = ODD_PHRASES.search(" ".join(text.split()))
+        assert found is None, found
+
+
+def test_odd_phrases_are_found() -> None:
+    assert ODD_PHRASES.search("requests go on with the text that nobody would have disturbed")
+    assert ODD_PHRASES.search("FP8 products then run")
+    assert not ODD_PHRASES.search("FP8 GEMMs then run; the product of two costs")
 
 
 def _functions(file: Path) -> set[str]:
