@@ -114,6 +114,7 @@ def folder(ranks: dict[bytes, int], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def theirs(ranks: dict[bytes, int], folder: Path) -> Callable[[str], list[int]]:
     import tiktoken
+
     ours = Tokenizer.from_dir(folder)
     names = {ours.vocabulary.token_text(n): n for n in range(len(ranks), len(ranks) + NUM_SPECIAL)}
     encoding = tiktoken.Encoding("kimi", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=names)
