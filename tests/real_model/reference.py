@@ -65,12 +65,15 @@ class Reference:
         wrong = (logits.argmax(-1) != tokens).nonzero()[:, 0].tolist()
         return [Difference(position=i, margin=float(margins[i])) for i in wrong]
 
-    def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token but the first, behind those before it."""
-        logits = self._logits(ids, len(ids))[:-1]
-        chosen = torch.tensor(ids[1:])[:, None]
-        found: list[float] = logits.log_softmax(-1).gather(-1, chosen)[:, 0].tolist()
-        return found
+    def logprobs(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of each text, the log-probability of each token but the first, behind those before it."""
+        rows = [torch.tensor(text) for text in texts]
+        # Nothing looks at what comes after it, so what fills up the shorter ones changes nothing.
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        with torch.inference_mode():
+            logits = self._model(ids, use_cache=False).logits.float()
+        found = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        return [row[: len(text) - 1].tolist() for row, text in zip(found, texts, strict=True)]
 
     def _logits(self, ids: Sequence[int], last: int) -> Tensor:
         """Of the last positions, [last, vocab]."""
