@@ -112,7 +112,7 @@ async def test_a_model_without_a_tokenizer_refuses_grammars_by_its_name() -> Non
         reservation = await cluster.place(request)
         (end,) = await cluster.router.end_of("a")
         assert end.error.code == common_pb2.ERROR_CODE_INVALID_REQUEST
-        assert "/nowhere/imagined/tokenizer.json does not exist" in end.error.message
+        assert "model.path = '/nowhere/imagined': holds no tokenizer.json" in end.error.message
         answer = await cluster.prefill.claim(reservation)
         assert answer.error.code == common_pb2.ERROR_CODE_INVALID_REQUEST
         await cluster.wait_empty()

@@ -80,6 +80,8 @@ TOKENIZER = {
     "model": {"type": "BPE", "vocab": {}, "merges": []},
 }  # fmt: skip
 """The least that is one."""
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A file of safetensors without any."""
 
 
 def write_model(folder: Path, **changes: object) -> Path:
@@ -89,7 +91,7 @@ def write_model(folder: Path, **changes: object) -> Path:
     text = json.dumps({**MODEL_FIELDS, **changes})
     (path / "config.json").write_text(text, encoding="utf-8")
     (path / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
-    (path / "model.safetensors").write_bytes(b"")
+    (path / "model.safetensors").write_bytes(NO_TENSORS)
     return path
 
 

@@ -25,12 +25,15 @@ def report(folder: Path, load_format: str = "dummy", models_file: str = "") -> l
 def test_templates_and_what_was_joined_are_told(tmp_path: Path) -> None:
     write_model(tmp_path)
     first = "template     tokenizer_config.json: reads messages, system messages"
-    assert report(tmp_path) == [first]
+    (template, without_tools) = report(tmp_path)
+    assert template == first
+    assert "the checkpoint has a chat template without tools" in without_tools
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 2}')
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("{% if %}")
-    template, broken, joined = report(tmp_path)
+    template, broken, tools, joined = report(tmp_path)
     assert template == first
+    assert tools == without_tools
     assert broken.startswith("note         the template 'rag' is not used, and is no chat template")
     assert joined.startswith("note         the files name different ends of an answer")
     (tmp_path / "chat_template.jinja").write_text("{% generation %}{{ tools }}{% endgeneration %}")
@@ -50,9 +53,10 @@ def test_every_model_of_the_router_is_told(tmp_path: Path) -> None:
     (beside / "tokenizer_config.json").write_text(json.dumps(content))
     models = tmp_path / "models.toml"
     models.write_text(f'[models.second]\npath = "{beside}"\n')
-    _, name, template = report(tmp_path, models_file=str(models))
+    *_, name, template, note = report(tmp_path, models_file=str(models))
     assert name == "beside it    second"
     assert template == "template     none: /v1/completions only"
+    assert "the checkpoint has no chat template" in note
 
 
 def test_tensors_that_nobody_reads_are_told(tmp_path: Path) -> None:

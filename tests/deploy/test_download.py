@@ -28,7 +28,7 @@ from runtime.config import ModelSection
 from runtime.errors import ConfigError
 from runtime.hub_model import HubModel
 from tests.deploy.fake_hub import Hub, Model, running_hub
-from tests.deploy.fakes import MODEL_FIELDS, ROOT
+from tests.deploy.fakes import MODEL_FIELDS, ROOT, TOKENIZER
 from tests.waiting import wait_until
 
 REPO = "acme/small-v3"
@@ -50,7 +50,7 @@ def files_of(seed: int = 0) -> dict[str, bytes]:
     small = {
         "config.json": json.dumps(MODEL_FIELDS).encode(),
         "generation_config.json": b"{}",
-        "tokenizer.json": b"{}" * 4000,
+        "tokenizer.json": json.dumps(TOKENIZER).encode().ljust(8000),
         "tokenizer_config.json": b'{"legacy": false}',
         "tiktoken.model": b"x",
         "chat_template.jinja": b"{{ messages }}",

@@ -188,7 +188,7 @@ def test_a_wrong_flag_in_the_chart_fails_with_its_reason(tmp_path: Path) -> None
     with pytest.raises(AssertionError) as caught, cluster_of(alone, tmp_path) as cluster:
         cluster.wait_ready()
     assert f"{DECODE}-0 cannot be run" in str(caught.value)
-    assert "unrecognized arguments: --no-such-flag=1" in str(caught.value)
+    assert "`tandem worker` takes no --no-such-flag=1" in str(caught.value)
 
 
 @pytest.mark.soak

@@ -151,7 +151,7 @@ def change_decode(objects: list[dict[str, Any]], old: str, new: str) -> list[dic
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("--host-index=", "--host-number=", "unrecognized arguments: --host-number=0"),
+        ("--host-index=", "--host-number=", "`tandem worker` takes no --host-number="),
         ("$(HOST_INDEX)", "$(HOST)", "argument --host-index: invalid int value: '$(HOST)'"),
     ],
 )

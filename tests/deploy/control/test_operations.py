@@ -284,7 +284,7 @@ def test_apply_shows_the_difference_and_rolls_what_reads_it(
     (decode,), (prefill,) = cluster.names("decode"), cluster.names("prefill")
     assert run(cluster, "apply", path, "--dry-run") == 0
     output = capsys.readouterr().out
-    assert "decode.max_num_seqs: 32 -> 7   (rolling restart of decode)" in output
+    assert "decode.max_num_seqs: 'auto' -> 7   (rolling restart of decode)" in output
     assert "prefill.instances: 1 -> 2   (scale prefill)" in output
     assert cluster.pids() == before
 

@@ -196,7 +196,7 @@ def test_who_waits_at_the_end_is_told_of_it_and_so_is_who_comes_later() -> None:
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     constraints = Constraints(tmp_path, VOCAB)
-    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json does not exist") as caught:
+    with pytest.raises(InvalidRequestError, match=r"holds no tokenizer\.json") as caught:
         constraints.begin(ask("{}")).result(TIMEOUT_S)
     assert str(tmp_path) in caught.value.message
     constraints.close()

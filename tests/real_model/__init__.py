@@ -1,0 +1,1 @@
+"""A real model of 135 million weights, against transformers."""
