@@ -3,8 +3,9 @@
 A step of decode is bound by reading weights, and BLAS is not: of its two ways to multiply one to
 four rows, `x @ w.T` as it stands reads a weight at a third of the memory's speed, and two rows take
 half as long again as one. The same numbers as `w @ x.T` come two to three times as fast, and two
-columns cost what one does (docs/log/speculation.md has the table). So few rows are multiplied as columns, and
-one row as two. A row's result does not depend on which of the two it was, nor on the other one.
+columns cost what one does (docs/log/speculation.md has the table). So few rows are multiplied as
+columns, and one row as two. A row's result does not depend on which of the two it was, nor on the
+other one.
 
 Functions of tensors; whatever they are not better at goes the plain way.
 
