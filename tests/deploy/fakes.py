@@ -7,7 +7,9 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from deploy.checks import resolve_config
 from deploy.child import Child, ChildReport, LogPiece, read_log
@@ -80,18 +82,26 @@ TOKENIZER = {
     "model": {"type": "BPE", "vocab": {}, "merges": []},
 }  # fmt: skip
 """The least that is one."""
-NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
-"""A file of safetensors without any."""
+
+
+def draft_weights(fields: Mapping[str, Any]) -> bytes:
+    """A file of safetensors with the names of what the layers for drafts have, and no numbers."""
+    first, number = fields["num_hidden_layers"], fields.get("num_nextn_predict_layers", 0)
+    own = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+    names = [f"model.layers.{first + i}.{name}" for i in range(number) for name in own]
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps(dict.fromkeys(names, empty)).encode()
+    return len(header).to_bytes(8, "little") + header
 
 
 def write_model(folder: Path, **changes: object) -> Path:
-    """A checkpoint without tensors, whose config.json has ``MODEL_FIELDS`` and ``changes``."""
+    """A checkpoint without numbers, whose config.json has ``MODEL_FIELDS`` and ``changes``."""
     path = folder / "model"
     path.mkdir(exist_ok=True)
-    text = json.dumps({**MODEL_FIELDS, **changes})
-    (path / "config.json").write_text(text, encoding="utf-8")
+    fields = {**MODEL_FIELDS, **changes}
+    (path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     (path / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
-    (path / "model.safetensors").write_bytes(NO_TENSORS)
+    (path / "model.safetensors").write_bytes(draft_weights(fields))
     return path
 
 

@@ -155,7 +155,9 @@ def test_model_info_describes_the_bundled_model(capsys: pytest.CaptureFixture[st
 def test_model_info_refuses_weights_that_are_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, _, error = run("model", "info", str(write_model(tmp_path)), capsys=capsys)
+    model = write_model(tmp_path)
+    (model / "model.safetensors").write_bytes(b"")
+    status, _, error = run("model", "info", str(model), capsys=capsys)
     assert status == 2
     assert "model.safetensors" in error
 
@@ -332,12 +334,14 @@ def test_validate_says_which_template_stands_in_for_tools(
     (model / "chat_template.jinja").write_text(source, encoding="utf-8")
     status, output, _ = run("validate", "--model", str(model), capsys=capsys)
     assert status == 0
-    (note,) = [line for line in output.splitlines() if "template" in line]
-    assert note.startswith("note         model: the checkpoint has a chat template without tools:")
+    notes = [line for line in output.splitlines() if line.startswith("note")]
+    (note,) = [line for line in notes if "template" in line]
+    assert note.startswith("note         the checkpoint has a chat template without tools:")
     assert 'model.chat_template = "deepseek-v3"' in note
     words = ["validate", "--model", str(model), "--set", "model.chat_template=deepseek-v3.1"]
     status, output, _ = run(*words, capsys=capsys)
-    assert (status, "template" in output) == (0, False)
+    assert status == 0
+    assert 'template     model.chat_template = "deepseek-v3.1": reads messages' in output
     status, _, error = run(*words[:-1], "model.chat_template=deepseek-v4", capsys=capsys)
     assert status == 2
     assert "did you mean deepseek-v3" in error

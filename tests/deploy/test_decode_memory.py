@@ -19,7 +19,7 @@ from deploy.decode_memory import describe_decode_memory, plan_decode_memory
 from runtime.config import ClusterConfig
 from runtime.config_file import load_config
 from runtime.errors import ConfigError
-from tests.deploy.fakes import NO_TENSORS, TOKENIZER
+from tests.deploy.fakes import TOKENIZER, draft_weights
 
 H200 = Path(deploy.__file__).parent / "configs" / "h200"
 FILES = {"ep16": (24, 16), "ep72": (96, 4)}
@@ -31,9 +31,10 @@ GIVEN = {"num_blocks": 10000, "max_tokens_per_rank": 128}
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that looks like the published checkpoint."""
     folder = tmp_path_factory.mktemp("DeepSeek-V3")
-    (folder / "config.json").write_text(json.dumps(hf_config(DEEPSEEK_V3)))
+    fields = hf_config(DEEPSEEK_V3)
+    (folder / "config.json").write_text(json.dumps(fields))
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
-    (folder / "model-00001-of-000163.safetensors").write_bytes(NO_TENSORS)
+    (folder / "model-00001-of-000163.safetensors").write_bytes(draft_weights(fields))
     return folder
 
 
