@@ -68,7 +68,7 @@ function writeRow(row, w) {
   setData(state, "state", w.state);
   setText(host, w.host);
   setText(age, span(w.age_s));
-  setText(batch, w.max_num_requests ? `${w.num_running} / ${w.max_num_requests}` : String(w.num_running));
+  setText(batch, w.max_num_requests ? `${w.num_running} of ${w.max_num_requests}` : String(w.num_running));
   setText(queue, short(w.num_waiting));
   setShare(kv.meter, w.kv_used ?? 0);
   setData(kv.meter, "level", fullness(w.kv_used ?? 0));
