@@ -15,7 +15,10 @@ from importlib.resources import files
 SIGN_OUT_MARK = "<!-- sign-out -->"
 KEY_MARK = "<!-- prompt-key -->"
 KEY_NOTE_MARK = "<!-- prompt-key-note -->"
-KEY_NOTE = ": it needs an API key with the right <em>inference</em>, which is kept nowhere"
+KEY_NOTE = (
+    "It needs an API key with the right <em>inference</em>, which is kept nowhere: "
+    "the session of this page is for looking only."
+)
 PROBLEM_MARK = "<!-- problem -->"
 STYLE_MARK = "/* console.css */"
 SCRIPT_MARK = "/* console.js */"

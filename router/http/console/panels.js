@@ -75,7 +75,7 @@ function fixedRows(section, number, columns, choose) {
 
 // Ids: whole for who points at them or copies them, without their middle where there is no room
 
-const shortId = (id) => (id.length > 24 ? `${id.slice(0, 11)}\u2026${id.slice(-11)}` : id);
+const shortId = (id) => (id.length > 17 ? `${id.slice(0, 8)}\u2026${id.slice(-8)}` : id);
 
 function writeId(cell, id) {
   setText(cell, shortId(id));
@@ -208,7 +208,7 @@ function showLists({ pool, requests }, matches) {
     setText(cells[5], where(item));
   });
   showDrafts(pool.workers, matches);
-  fill(errorRows, requests.errors, "none since the router began", (cells, row) => {
+  fill(errorRows, requests.errors, "none so far", (cells, row) => {
     setText(cells[0], row.code);
     setText(cells[1], row.is_ours ? "ours" : "caller's");
     cells[0].classList.toggle("ours", row.is_ours);

@@ -11,12 +11,13 @@ function openPrompt() {
   const model = chosenName($("prompt-model"), snapshot.models.map((one) => one.name));
   setText($("prompt-path"), pathOf(modelOf(model)));
   $("prompt").showModal();
-  (hasKey() ? $("prompt-text") : $("prompt-key")).focus();
+  (hasKey() ? $("prompt-text") : $("prompt-key")).select();
 }
 
 const hasKey = () => !$("prompt-key") || Boolean($("prompt-key").value.trim());
 
-function requestOf(model, text) {
+function requestOf(model) {
+  const text = $("prompt-text").value;
   const prompt = model.has_chat ? { messages: [{ role: "user", content: text }] } : { prompt: text };
   const max_tokens = Number($("prompt-tokens").value);
   const body = { model: model.name, ...prompt, max_tokens, stream: true, stream_options: { include_usage: true } };
@@ -60,7 +61,6 @@ async function readAnswer(answer, began) {
 async function send() {
   if (sending) { sending.abort(); return; }
   const model = modelOf($("prompt-model").value);
-  const text = $("prompt-text").value || $("prompt-text").placeholder;
   if (!hasKey()) { tell("An API key with the right inference is needed", "bad"); $("prompt-key").focus(); return; }
   sending = new AbortController();
   $("prompt-answer").replaceChildren();
@@ -69,7 +69,7 @@ async function send() {
   tell("waiting for the first token");
   const began = performance.now();
   try {
-    const answer = await fetch(pathOf(model), { ...requestOf(model, text), signal: sending.signal });
+    const answer = await fetch(pathOf(model), { ...requestOf(model), signal: sending.signal });
     if (answer.ok) await readAnswer(answer, began);
     else tell((await answer.json()).error.message, "bad");
   } catch (error) {

@@ -1,7 +1,7 @@
 // The workers: a table while they are few, a grid of shaded cells when they are many.
 
 const GRID_FROM = 33; // so many are shown as a grid unless somebody chose
-const columns = ["c-name", "c-state state", "c-host wide dim", "c-age n wide dim", "c-batch n", "c-queue n", "c-kv",
+const columns = ["", "c-state state", "c-host wide dim", "c-age n wide dim", "c-batch n", "c-queue n", "c-kv",
   "c-rate n", "c-rate n wide", "c-spark wide"];
 const rowOf = new Map(); // by name; made once, kept while the worker is shown
 const cellOf = new Map();

@@ -95,7 +95,7 @@ async def test_a_browser_is_led_to_the_page_and_nobody_else(http, cluster: Clust
         assert response.status == 404
         error = (await response.json())["error"]
     assert error["code"] == "unknown_url"
-    assert "/console" in error["message"]
+    assert "/v1/models" in error["message"]
 
 
 async def test_it_is_read_only(http, cluster: Cluster) -> None:
