@@ -16,7 +16,7 @@ SIGN_OUT_MARK = "<!-- sign-out -->"
 KEY_MARK = "<!-- prompt-key -->"
 KEY_NOTE_MARK = "<!-- prompt-key-note -->"
 KEY_NOTE = (
-    "It needs an API key with the right <em>inference</em>, which is kept nowhere: "
+    "It needs an API key with the right <em>inference</em>, which is not stored: "
     "the session of this page is for looking only."
 )
 PROBLEM_MARK = "<!-- problem -->"
