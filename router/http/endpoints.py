@@ -283,7 +283,7 @@ class OpenAIEndpoints:
                 call.use.num_output_tokens += sum(c.generation.num_tokens for c in info.choices)
             if serving.spans is not None:
                 record_request(serving.spans, current_trace(), info, time.monotonic())
-            serving.finished.add(info.choices[0].generation, time.time())
+            serving.finished.add(info.choices[0].generation, time.time(), call.backend.name)
 
 
 def _add_choices(
@@ -320,6 +320,7 @@ def _add_choices(
                 conversation=conversation_of(call.request, body.prompt_cache_key),
                 explain=info.wants_routing,
                 standing=call.standing,
+                key_name=call.use.record.name if call.use else "",
             )
             text = ChoiceText(info.vocabulary, options, reader_of(prompt))
             choice = Choice(index=index, prompt=prompt, generation=generation, text=text)

@@ -51,6 +51,10 @@ STATUSES = (
 )
 LABELS = tuple(sorted({answer.code for answer in (*_ANSWERS.values(), *_SPECIAL.values())}))
 """Those of failures that any request may meet, for metrics that begin before the first of them."""
+OURS = frozenset(
+    answer.code for answer in (*_ANSWERS.values(), *_SPECIAL.values()) if answer.status >= 500
+)
+"""Codes of failures that no caller can mend; every other code is of a caller's own mistake."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,6 +207,7 @@ class Generation:
         conversation: str = "",
         explain: bool = False,
         standing: Standing = NO_TIER,
+        key_name: str = "",
     ) -> None:
         """``request_id`` is unique in the cluster: workers know the choice by it.
 
@@ -224,6 +225,8 @@ class Generation:
         """Of the first attempt."""
         self.standing = standing
         """As it was when the request was received."""
+        self.key_name = key_name
+        """Of the API key that it came with; "" where none is asked for."""
         self.timings = RequestTimings(received)
         self.phase = "waiting for a worker"
         self.workers: tuple[WorkerKey, WorkerKey] | None = None

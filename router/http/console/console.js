@@ -21,8 +21,9 @@ function show() {
 }
 
 function showHead() {
-  const { requests, pool, model, ready, missing, num_processes: number } = snapshot;
+  const { requests, pool, models, ready, missing, num_processes: number } = snapshot;
   const bad = pool.workers.filter((w) => w.state === "lost" || w.state === "failing").length;
+  const model = models.map((one) => one.name).join(", ");
   setText($("model"), model);
   setText($("status").lastChild, ready ? (bad ? `ready, ${bad} in trouble` : "ready") : missing.join(", "));
   setData($("status"), "state", ready && !bad ? "ready" : "problem");
@@ -91,6 +92,7 @@ function openDrawer(id, kind) {
   const curve = kind === "worker" ? [make("h3", "", "Tokens a second, 5 min"), opened.spark] : [];
   $("drawer-body").replaceChildren(opened.body, ...curve);
   setText($("drawer-title"), id);
+  setText($("copy"), "Copy");
   showDrawer();
   drawDrawerPast();
   if (!$("drawer").open) $("drawer").showModal();
@@ -101,7 +103,7 @@ function aboutWorker(w) {
   return [["state", w.state], ["role", w.role], [w.state === "lost" ? "lost for" : "up", span(w.age_s)],
     ["address", w.address], ["metrics", w.metrics_address || "-"], ["pid", w.pid || "-"], ["epoch", w.epoch],
     ["ranks of the instance", w.num_ranks], ["transport", w.transport],
-    ["batch", w.max_num_requests ? `${w.num_running} of ${w.max_num_requests}` : w.num_running],
+    ["batch", w.max_num_requests ? `${w.num_running} of ${plural(w.max_num_requests, "place")}` : w.num_running],
     ["waiting", `${plural(w.num_waiting, "request")}, ${plural(w.num_tokens_waiting, "token")}`],
     ["KV blocks in use", `${percent(w.kv_used)} of ${w.num_blocks}, ${w.num_quarantined_blocks} in quarantine`],
     ["tokens, steps", `${short(w.tokens_s)}/s, ${short(w.steps_s)}/s`],
@@ -113,7 +115,8 @@ function aboutWorker(w) {
 }
 
 function aboutRequest(item) {
-  const known = [["prefill", item.prefill || "-"], ["decode", item.decode || "-"],
+  const known = [["model", item.model], ["key", item.key_name || "-"],
+    ["prefill", item.prefill || "-"], ["decode", item.decode || "-"],
     ["tokens in", item.num_prompt_tokens], ["tokens out", item.num_output_tokens]];
   if (!item.parts_s) {
     const moves = `${item.num_migrations} times`;
@@ -192,6 +195,7 @@ function setTheme(theme) {
 const actions = {
   "/": () => $("filter").focus(),
   "?": () => $("keys").showModal(),
+  s: openPrompt,
   g: () => { view = isGrid() ? "table" : "grid"; show(); },
   t: () => setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % 3]),
   p: () => {
@@ -204,7 +208,7 @@ const actions = {
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
-  const field = event.target.closest?.("input, select");
+  const field = event.target.closest?.("input, select, textarea");
   if (event.key === "Escape" && $("filter").value) { $("filter").value = ""; show(); }
   if (event.key === "Escape" && field) field.blur();
   if (field && !(field === $("filter") && (event.key === "ArrowDown" || event.key === "Enter"))) return;
@@ -215,7 +219,7 @@ document.addEventListener("keydown", (event) => {
   else return;
   event.preventDefault();
 });
-for (const [id, key] of [["pause", "p"], ["theme", "t"], ["help", "?"], ["view", "g"]]) {
+for (const [id, key] of [["pause", "p"], ["theme", "t"], ["help", "?"], ["view", "g"], ["ask", "s"]]) {
   $(id).addEventListener("click", actions[key]);
 }
 for (const dialog of document.querySelectorAll("dialog")) {
@@ -223,6 +227,10 @@ for (const dialog of document.querySelectorAll("dialog")) {
   dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
 }
 $("drawer").addEventListener("close", () => { opened = null; });
+$("copy").addEventListener("click", async () => {
+  await copyText(opened.id, $("drawer"));
+  setText($("copy"), "Copied");
+});
 $("filter").addEventListener("input", show);
 $("measure").addEventListener("change", show);
 let theme = "auto";

@@ -44,7 +44,7 @@ class Console:
         """``wall`` is the wall clock."""
         self._observer = Observer(serving, connections, journal, wall)
         self._gate = serving.gate
-        self._page = load_page(can_sign_out=self._gate.asks_for_keys)
+        self._page = load_page(asks_for_keys=self._gate.asks_for_keys)
         self._sign_in = SignIn(self._gate)
         self._recordings = ExpertRecordings(serving)
         self._loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
 "use strict";
 // What every part of the page is drawn with. The files are one script, in this order: draw, panels,
-// ranks, experts, workers, console. Texts are set as text, never as markup: names and ids are of others.
+// ranks, experts, workers, prompt, console. Texts are set as text, never as markup: names and ids are of others.
 
 const $ = (id) => document.getElementById(id);
 
@@ -103,7 +103,7 @@ function bytes(rate) {
   return [(rate / size).toFixed(rate / size < 99.95 && rate ? 1 : 0), unit];
 }
 
-const moved = (rate) => (rate ? bytes(rate).join(" ") : "-");
+const moved = (rate) => (rate ? bytes(rate).join(" ") : "none");
 
 function seconds(value) {
   if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;

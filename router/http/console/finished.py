@@ -30,6 +30,9 @@ class Finished:
     """One choice that got its tokens. Its text is not here."""
 
     request_id: str
+    model: str
+    key_name: str
+    """Of its API key; "" where none is asked for."""
     at: float
     """Wall clock of its end."""
     ttft_s: float
@@ -55,6 +58,8 @@ class _Kept(NamedTuple):
     """What is needed of a generation that has ended; it is worked out for who looks."""
 
     request_id: str
+    model: str
+    key_name: str
     at: float
     timings: RequestTimings
     num_prompt_tokens: int
@@ -78,6 +83,8 @@ def _finished_from(kept: _Kept) -> Finished | None:
     after = [split.get("kv_exposed_s", 0.0), split.get("decode_admission_s", 0.0)]
     return Finished(
         request_id=kept.request_id,
+        model=kept.model,
+        key_name=kept.key_name,
         at=kept.at,
         ttft_s=ttft_s,
         total_s=split["total_s"],
@@ -97,13 +104,14 @@ class FinishedRequests:
         self._fresh: deque[_Kept] = deque(maxlen=MAX_FINISHED)
         """Those that nobody has looked at yet."""
 
-    def add(self, generation: Generation, at: float) -> None:
+    def add(self, generation: Generation, at: float, model: str) -> None:
         """One choice has ended, in whatever way; one without tokens is not kept."""
         num_tokens, workers = generation.num_tokens, generation.workers
         if num_tokens and workers is not None and generation.timings.ended:
             num_prompt = len(generation.prompt_token_ids)
             kept = _Kept(
-                *(generation.request_id, at, generation.timings), num_prompt, num_tokens, workers
+                *(generation.request_id, model, generation.key_name, at, generation.timings),
+                *(num_prompt, num_tokens, workers),
             )
             self._fresh.append(kept)
 

@@ -16,6 +16,7 @@ from router.http.console.history import NUM_POINTS, STEP_S, History, HistoryView
 from router.http.console.part import Event, LiveRequest, Part, PartFolder, Point
 from router.http.console.rates import RateMeter
 from router.http.console.snapshot import MAX_LIVE, PoolPicture, Requests, merge, picture_of
+from router.http.errors import OURS
 from router.http.serving import Serving
 from router.pool.journal import PoolEvent, PoolJournal
 from router.pool.members import Member
@@ -35,11 +36,20 @@ class ExpertInstance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRow:
+    """One that requests can ask for."""
+
+    name: str
+    has_chat: bool
+    """Whether it has a chat template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All that the page is told, once a second."""
 
     at: float
-    model: str
+    models: Sequence[ModelRow]
     ready: bool
     missing: Sequence[str]
     num_processes: int
@@ -106,7 +116,10 @@ class Observer:
         missing = missing_parts(serving)
         snapshot = Snapshot(
             at=round(wall, 3),
-            model=", ".join(backend.name for backend in serving.backends),
+            models=[
+                ModelRow(name=one.name, has_chat=one.model.chat_template is not None)
+                for one in serving.backends
+            ],
             ready=not missing,
             missing=missing,
             num_processes=serving.section.http_processes,
@@ -118,9 +131,9 @@ class Observer:
         return snapshot, self._history.view(self._number, [part.history for part in parts])
 
     def _picture(self, wall: float) -> PoolPicture:
-        backends, now = self._serving.backends, self._loop.time()
+        backends = self._serving.backends
         members, pools = backends.members(), backends.pools()
-        self._meter.observe(members, now)
+        self._meter.observe(members, self._loop.time())
 
         def state_of(member: Member) -> str:
             return worker_state(member, pools[member.key].recently_failed(member.key))
@@ -131,20 +144,20 @@ class Observer:
             self._meter,
             load_of=lambda key: pools[key].reported_load(key),
             state_of=state_of,
-            now=now,
             wall=wall,
         )
 
     def _point(self, number: int, wall: float) -> Point:
         serving = self._serving
         answers, errors = sum(serving.metrics.answers().values()), serving.metrics.errors()
+        before = self._errors[-1]
         ttfts_s = serving.finished.ttfts_since(wall - STEP_S)
         point = Point(
             number=number,
             num_in_flight=serving.backends.num_in_flight,
             num_waiting=serving.backends.num_waiting,
             num_answers=answers - self._num_answers,
-            num_errors=sum(errors.values()) - sum(self._errors[-1].values()),
+            num_errors=sum(errors.get(code, 0) - before.get(code, 0) for code in OURS),
             num_finished=len(ttfts_s),
             median_ttft_s=median_of(ttfts_s),
         )
@@ -155,7 +168,7 @@ class Observer:
     def _part(self) -> Part:
         serving, now = self._serving, self._loop.time()
         backends = serving.backends
-        live = {generation for backend in backends for generation in backend.pipeline.live}
+        live = {one: backend.name for backend in backends for one in backend.pipeline.live}
         errors, before = serving.metrics.errors(), self._errors[0]
         oldest = sorted(live, key=lambda generation: generation.timings.received)[:MAX_LIVE]
         return Part(
@@ -168,7 +181,7 @@ class Observer:
             num_connections=len(self._connections),
             loop_lag_s=self._loop_lag_s,
             num_live=len(live),
-            live=[_live_request(generation, now) for generation in oldest],
+            live=[_live_request(generation, live[generation], now) for generation in oldest],
             finished=serving.finished.since(self._wall() - WINDOW_S),
             errors=errors,
             recent_errors={code: num - before.get(code, 0) for code, num in errors.items()},
@@ -177,10 +190,12 @@ class Observer:
         )
 
 
-def _live_request(generation: Generation, now: float) -> LiveRequest:
+def _live_request(generation: Generation, model: str, now: float) -> LiveRequest:
     workers = generation.workers
     return LiveRequest(
         request_id=generation.request_id,
+        model=model,
+        key_name=generation.key_name,
         phase=generation.phase.partition(",")[0],
         age_s=round(now - generation.timings.received, 3),
         prefill=str(workers[0]) if workers else "",

@@ -1,7 +1,8 @@
 """Pages as one document each: markup with style and script in it, and what it may do.
 
 Nothing is loaded from elsewhere, and the policy allows no other style and no other script than
-these two, told by their hashes. Only the sign-in and the sign-out have forms.
+these two, told by their hashes. Only the sign-in and the sign-out have forms: the prompt of the
+console is sent by its script.
 """
 
 from __future__ import annotations
@@ -12,10 +13,19 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 SIGN_OUT_MARK = "<!-- sign-out -->"
+KEY_MARK = "<!-- prompt-key -->"
+KEY_NOTE_MARK = "<!-- prompt-key-note -->"
+KEY_NOTE = (
+    "It needs an API key with the right <em>inference</em>, which is not stored: "
+    "the session of this page is for looking only."
+)
 PROBLEM_MARK = "<!-- problem -->"
 STYLE_MARK = "/* console.css */"
 SCRIPT_MARK = "/* console.js */"
-SCRIPTS = ("draw.js", "panels.js", "ranks.js", "experts.js", "workers.js", "console.js")
+SCRIPTS = (
+    *("draw.js", "panels.js", "ranks.js", "experts.js"),
+    *("workers.js", "prompt.js", "console.js"),
+)
 """One script, in this order."""
 
 
@@ -32,12 +42,18 @@ class Page:
         return self.headers["ETag"]
 
 
-def load_page(*, can_sign_out: bool = False) -> Page:
-    """The console, from the files of this package."""
+def load_page(*, asks_for_keys: bool = False) -> Page:
+    """The console, from the files of this package; with keys, there is a session to end."""
     script = "".join(map(_read, SCRIPTS))
-    sign_out = _read("sign_out.html") if can_sign_out else ""
-    markup = _filled(_read("page.html"), SIGN_OUT_MARK, sign_out)
-    return _page_of(_filled(markup, SCRIPT_MARK, script), script, has_form=can_sign_out)
+    markup = _filled(_read("page.html"), SCRIPT_MARK, script)
+    marks = {
+        SIGN_OUT_MARK: _read("sign_out.html"),
+        KEY_MARK: _read("prompt_key.html"),
+        KEY_NOTE_MARK: KEY_NOTE,
+    }
+    for mark, text in marks.items():
+        markup = _filled(markup, mark, text if asks_for_keys else "")
+    return _page_of(markup, script, has_form=asks_for_keys)
 
 
 def load_sign_in(problem: str = "") -> Page:

@@ -6,14 +6,18 @@ let past = { series: {}, workers: {} };
 const PARTS = ["router", "reserve", "prefill queue", "compute", "between", "transfer left",
   "first decode"];
 const NUM_BEFORE_FIRST = 5;
+const RATES_OVER = "30 s"; // SPAN_S of rates.py
 const percentile = (name) => snapshot.requests.ttft.find((row) => row.name === name);
 
 // Tiles: [title, number, unit, note, level], and the series of the curve
 
 const TILES = [
-  ["output", (s) => ["Output", short(s.pool.output_tokens_s), "tok/s", "sampled by decode"]],
+  ["output", (s) => {
+    const rate = past.series.answers?.at(-1);
+    return ["Output", short(s.pool.output_tokens_s), "tok/s", rate == null ? "sampled by decode" : `${short(rate)} answers/s`];
+  }],
   ["prompt", (s) => ["Prompts", short(s.pool.prompt_tokens_s), "tok/s", "computed by prefill"]],
-  ["in_flight", (s) => ["In flight", short(s.requests.num_in_flight), "", `of ${short(s.requests.max_in_flight)}`]],
+  ["in_flight", (s) => ["In flight", short(s.requests.num_in_flight), "", `of ${plural(s.requests.max_in_flight, "place")}`]],
   ["waiting", ({ requests: r }) => ["Router queue", short(r.num_waiting), "",
     r.num_waiting ? `the oldest for ${seconds(r.oldest_wait_s)}` : "nobody waits",
     r.oldest_wait_s > 10 ? "warn" : ""]],
@@ -28,9 +32,9 @@ const TILES = [
   }],
   ["transfer", (s) => ["KV transfer", ...bytes(s.pool.transfer_s), plural(s.pool.num_pairs, "pair")]],
   ["errors", (s) => {
-    const recent = s.requests.errors.reduce((sum, row) => sum + row.num_recent, 0);
-    const rate = past.series.answers?.at(-1);
-    return ["Failed, 5 min", short(recent), "", rate == null ? "" : `${short(rate)} answers/s`, recent ? "bad" : ""];
+    const [ours, theirs] = [true, false].map((isOurs) => s.requests.errors.reduce(
+      (sum, row) => sum + (row.is_ours === isOurs ? row.num_recent : 0), 0));
+    return ["Failed by us, 5 min", short(ours), "", `callers' own: ${short(theirs)}`, ours ? "bad" : ""];
   }],
 ];
 const tiles = TILES.map(([series, read]) => {
@@ -61,9 +65,39 @@ function fixedRows(section, number, columns, choose) {
     const row = make("tr", "", ...cells);
     row.hidden = true;
     if (choose) row.addEventListener("click", () => choose(row.item));
+    for (const cell of cells) {
+      if (cell.classList.contains("id")) cell.addEventListener("click", (event) => copyId(event, cell, row.item));
+    }
     body.append(row);
     return { row, cells, canBeChosen: Boolean(choose), isNote: false };
   });
+}
+
+// Ids: whole for who points at them or copies them, without their middle where there is no room
+
+const shortId = (id) => (id.length > 17 ? `${id.slice(0, 8)}\u2026${id.slice(-8)}` : id);
+
+function writeId(cell, id) {
+  setText(cell, shortId(id));
+  const title = `${id}\nclick to copy`;
+  if (cell.title !== title) cell.title = title;
+}
+
+async function copyText(text, near) { // without TLS a browser has no clipboard for scripts but this one
+  if (navigator.clipboard) return navigator.clipboard.writeText(text);
+  const field = make("textarea", "sr");
+  field.value = text;
+  near.append(field);
+  field.select();
+  document.execCommand("copy");
+  field.remove();
+}
+
+async function copyId(event, cell, item) {
+  if (!item) return;
+  event.stopPropagation();
+  await copyText(item.request_id, cell);
+  setText(cell, "copied"); // until the next snapshot
 }
 
 function fill(rows, items, none, write) {
@@ -130,20 +164,22 @@ function showTtft({ requests }) {
 // Pairs, requests, events, failures
 
 const pairRows = fixedRows("pairs", 8, ["", "", "", "n"]);
-const liveRows = fixedRows("live", 10, ["", "n", "", "wide dim", "n"],
+const liveRows = fixedRows("live", 10, ["id", "n", "", "wide dim", "wide dim", "n"],
   (item) => openDrawer(item?.request_id, "live"));
-const slowRows = fixedRows("slow", 8, ["", "n dim", "n", "c-split", "wide dim"],
+const slowRows = fixedRows("slow", 8, ["id", "n dim", "n", "c-split", "wide dim", "wide dim"],
   (item) => openDrawer(item?.request_id, "slow"));
-const errorRows = fixedRows("errors", 7, ["", "n", "n dim"]);
+const errorRows = fixedRows("errors", 32, ["", "", "n", "n dim"]);
 slowRows.forEach(({ cells }) => { cells[3].bar = splitBar(true); });
 pairRows.forEach(({ cells }) => { cells[2].meter = make("div", "meter", make("i")); });
 const draftRows = fixedRows("drafts", 8, ["", "n", "n", "n", "n"], (item) => openDrawer(item?.name, "worker"));
+const whose = (item) => [item.model, item.key_name].filter(Boolean).join(", ");
 const where = (item) => (item.prefill ? `${item.prefill} \u2192 ${item.decode}` : "-");
 
 function showLists({ pool, requests }, matches) {
   const pairs = pool.pairs.filter((pair) => matches(pair.prefill, pair.decode));
-  setText($("pairs-note"), pool.num_pairs ? `${plural(pool.num_pairs, "pair")}, ${moved(pool.transfer_s)} in all` : "");
-  fill(pairRows, pairs, "nothing is sent", (cells, pair) => {
+  setText($("pairs-note"), pool.num_pairs
+    ? `${plural(pool.num_pairs, "pair")}, ${moved(pool.transfer_s)} in all, over ${RATES_OVER}` : "");
+  fill(pairRows, pairs, `nothing was sent in the last ${RATES_OVER}`, (cells, pair) => {
     setText(cells[0], pair.prefill);
     setText(cells[1], pair.decode);
     if (!cells[2].firstChild) cells[2].append(cells[2].meter);
@@ -151,29 +187,33 @@ function showLists({ pool, requests }, matches) {
     setText(cells[3], moved(pair.bytes_s));
   });
   setText($("live-note"), `${requests.num_live} in the workers' hands`);
-  const live = requests.live.filter((item) => matches(item.request_id, item.phase, item.prefill, item.decode));
+  const live = requests.live.filter((item) => matches(item.request_id, item.phase, item.prefill, item.decode, whose(item)));
   fill(liveRows, live, "nothing is in flight", (cells, item) => {
-    setText(cells[0], item.request_id);
+    writeId(cells[0], item.request_id);
     setText(cells[1], seconds(item.age_s));
     setText(cells[2], item.num_migrations ? `${item.phase} (moved ${item.num_migrations}x)` : item.phase);
-    setText(cells[3], where(item));
-    setText(cells[4], `${item.num_prompt_tokens} + ${item.num_output_tokens}`);
+    setText(cells[3], whose(item));
+    setText(cells[4], where(item));
+    setText(cells[5], `${item.num_prompt_tokens} + ${item.num_output_tokens}`);
   });
   setText($("slow-note"), "that ended in the last 5 min");
-  const slow = requests.slowest.filter((item) => matches(item.request_id, item.prefill, item.decode));
+  const slow = requests.slowest.filter((item) => matches(item.request_id, item.prefill, item.decode, whose(item)));
   fill(slowRows, slow, "no request yet", (cells, item) => {
-    setText(cells[0], item.request_id);
+    writeId(cells[0], item.request_id);
     setText(cells[1], clock(item.at));
     setText(cells[2], seconds(item.ttft_s));
     if (!cells[3].firstChild) cells[3].append(cells[3].bar);
     drawSplit(cells[3].bar, item.parts_s);
-    setText(cells[4], where(item));
+    setText(cells[4], whose(item));
+    setText(cells[5], where(item));
   });
   showDrafts(pool.workers, matches);
-  fill(errorRows, requests.errors, "none since the router began", (cells, row) => {
+  fill(errorRows, requests.errors, "none so far", (cells, row) => {
     setText(cells[0], row.code);
-    setText(cells[1], String(row.num_recent));
-    setText(cells[2], String(row.num));
+    setText(cells[1], row.is_ours ? "ours" : "caller's");
+    cells[0].classList.toggle("ours", row.is_ours);
+    setText(cells[2], String(row.num_recent));
+    setText(cells[3], String(row.num));
   });
   showEvents(requests.events.filter((event) => matches(event.instance, event.kind, event.text, event.role)));
 }

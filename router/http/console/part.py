@@ -28,6 +28,9 @@ class LiveRequest:
     """One choice that is under way. Its text is not here."""
 
     request_id: str
+    model: str
+    key_name: str
+    """Of its API key; "" where none is asked for."""
     phase: str
     age_s: float
     prefill: str
@@ -60,6 +63,7 @@ class Point:
     num_answers: int
     """Since the point before, as errors and finished requests are."""
     num_errors: int
+    """That are ours; those of callers' own mistakes are not among them."""
     num_finished: int
     median_ttft_s: float
 

@@ -1,7 +1,8 @@
 """Rates of workers, from the counters in their renewals: tokens, steps, bytes of KV by pair.
 
 A renewal carries the worker's own clock, so a rate does not depend on when its report arrived. What
-has not changed is not announced: a worker without news for longer than a renewal takes is idle.
+has not changed is not announced: that a worker has no news for longer than a renewal takes says
+that its counters stand still.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from router.pool.members import DraftTotals, Member, WorkerKey, WorkerLoad
 
-SPAN_S = 4.0
-"""Rates are over at least so long, as far as there are reports."""
-MAX_REPORTS = 16
+SPAN_S = 30.0
+"""Rates are over at least so long, as far as there are reports: work comes in bursts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,19 @@ IDLE = WorkerRates()
 
 @dataclass(slots=True)
 class _Reports:
+    told: WorkerLoad
+    """The latest."""
     seen_at: float
     loads: deque[WorkerLoad]
+    """Of the time of a rate, oldest first; silence stands among them as reports without change."""
+
+    def add(self, load: WorkerLoad, now: float) -> None:
+        self.loads.append(load)
+        self.seen_at = now
+        if self.loads[0].clock_s <= 0.0:  # told before there was a clock
+            self.loads.popleft()
+        while len(self.loads) > 2 and load.clock_s - self.loads[1].clock_s >= SPAN_S:
+            self.loads.popleft()
 
 
 class RateMeter:
@@ -57,7 +68,6 @@ class RateMeter:
         self._interval_s = lease_ttl_s / 3
         self._silent_s = max(2.0, lease_ttl_s)
         self._reports: dict[WorkerKey, _Reports] = {}
-        self._observed_at = 0.0
 
     def observe(self, members: Iterable[Member], now: float) -> None:
         """Take in what members have told since the last time; ``now`` is monotonic."""
@@ -66,37 +76,35 @@ class RateMeter:
             key, load = member.key, member.load
             reports = former.get(key)
             if reports is None:
-                reports = _Reports(now, deque([load], maxlen=MAX_REPORTS))
-            elif load is not reports.loads[-1] and load.clock_s > reports.loads[-1].clock_s:
-                self._take(reports, load, now)
+                reports = _Reports(told=load, seen_at=now, loads=deque([load]))
+            elif load is not reports.told and load.clock_s > reports.told.clock_s:
+                _take(reports, load, now)
+            elif load.clock_s > 0.0 and now - reports.seen_at > self._silent_s:
+                self._note_silence(reports, now)
             self._reports[key] = reports
-        self._observed_at = now
 
-    def rates(self, key: WorkerKey, now: float) -> WorkerRates:
+    def rates(self, key: WorkerKey) -> WorkerRates:
         """Of one member."""
         reports = self._reports.get(key)
-        if reports is None or now - reports.seen_at > self._silent_s:
-            return IDLE
-        last = reports.loads[-1]
-        first = reports.loads[0]
-        for load in reports.loads:
-            if last.clock_s - load.clock_s >= SPAN_S:
-                first = load
-        return _rates_between(first, last)
+        return IDLE if reports is None else _rates_between(reports.loads[0], reports.loads[-1])
 
-    def _take(self, reports: _Reports, load: WorkerLoad, now: float) -> None:
+    def _note_silence(self, reports: _Reports, now: float) -> None:
+        """Until a renewal ago nothing has changed: what did since may not have arrived yet."""
         last = reports.loads[-1]
-        if self._observed_at - reports.seen_at > self._silent_s:  # it was idle until about now
-            since_s = max(self._interval_s, now - self._observed_at)
-            reports.loads.clear()
-            reports.loads.append(replace(last, clock_s=load.clock_s - since_s))
-        reports.loads.append(load)
-        reports.seen_at = now
+        passed_s = now - self._interval_s - reports.seen_at
+        reports.add(replace(last, clock_s=last.clock_s + passed_s), now - self._interval_s)
+
+
+def _take(reports: _Reports, load: WorkerLoad, now: float) -> None:
+    reports.told = load
+    while len(reports.loads) > 1 and reports.loads[-1].clock_s >= load.clock_s:
+        reports.loads.pop()  # silence that was taken for longer than it was
+    reports.add(load, now)
 
 
 def _rates_between(first: WorkerLoad, last: WorkerLoad) -> WorkerRates:
     seconds = last.clock_s - first.clock_s
-    if seconds <= 0.0 or first.clock_s <= 0.0:
+    if seconds <= 0.0:
         return IDLE
     before = dict(first.received)
     received = {

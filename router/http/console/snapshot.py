@@ -10,6 +10,7 @@ from router.http.console.finished import WINDOW_S, Finished, TtftRow, percentile
 from router.http.console.history import PoolPoint
 from router.http.console.part import Event, LiveRequest, Part
 from router.http.console.rates import IDLE, RateMeter, WorkerRates
+from router.http.errors import OURS
 from router.pool.journal import LostWorker
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad
 
@@ -81,7 +82,7 @@ class PoolPicture:
     pairs: Sequence[PairRow]
     """The busiest."""
     num_pairs: int
-    """With KV on its way lately."""
+    """With KV on its way in the time of a rate."""
     prompt_tokens_s: float
     output_tokens_s: float
     transfer_s: float
@@ -104,6 +105,8 @@ class ErrorRow:
     """Failed requests with one code."""
 
     code: str
+    is_ours: bool
+    """Not of a caller's own mistake."""
     num: int
     num_recent: int
     """Of the last five minutes."""
@@ -139,11 +142,10 @@ def picture_of(
     *,
     load_of: Callable[[WorkerKey], WorkerLoad],
     state_of: Callable[[Member], str],
-    now: float,
     wall: float,
 ) -> PoolPicture:
-    """The pool; ``now`` is the meter's clock, ``wall`` the wall clock."""
-    rates = {member.key: meter.rates(member.key, now) for member in members}
+    """The pool at wall clock ``wall``."""
+    rates = {member.key: meter.rates(member.key) for member in members}
     senders = {str(member.key) for member in members if member.role is Role.PREFILL}
     pairs = _pairs(rates, senders)
     sent: dict[str, float] = {}
@@ -212,12 +214,13 @@ def _errors(parts: Sequence[Part]) -> list[ErrorRow]:
     rows = [
         ErrorRow(
             code=code,
+            is_ours=code in OURS,
             num=sum(part.errors.get(code, 0) for part in parts),
             num_recent=sum(part.recent_errors.get(code, 0) for part in parts),
         )
         for code in codes
     ]
-    return sorted(rows, key=lambda row: (-row.num_recent, -row.num, row.code))
+    return sorted(rows, key=lambda row: (not row.is_ours, -row.num_recent, -row.num, row.code))
 
 
 def _pairs(rates: dict[WorkerKey, WorkerRates], senders: set[str]) -> list[PairRow]:

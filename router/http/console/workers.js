@@ -1,7 +1,7 @@
 // The workers: a table while they are few, a grid of shaded cells when they are many.
 
 const GRID_FROM = 33; // so many are shown as a grid unless somebody chose
-const columns = ["c-name", "c-state state", "c-host wide dim", "c-age n wide dim", "c-batch n", "c-queue n", "c-kv",
+const columns = ["", "c-state state", "c-host wide dim", "c-age n wide dim", "c-batch n", "c-queue n", "c-kv",
   "c-rate n", "c-rate n wide", "c-spark wide"];
 const rowOf = new Map(); // by name; made once, kept while the worker is shown
 const cellOf = new Map();
@@ -68,7 +68,7 @@ function writeRow(row, w) {
   setData(state, "state", w.state);
   setText(host, w.host);
   setText(age, span(w.age_s));
-  setText(batch, w.max_num_requests ? `${w.num_running} / ${w.max_num_requests}` : String(w.num_running));
+  setText(batch, w.max_num_requests ? `${w.num_running} of ${w.max_num_requests}` : String(w.num_running));
   setText(queue, short(w.num_waiting));
   setShare(kv.meter, w.kv_used ?? 0);
   setData(kv.meter, "level", fullness(w.kv_used ?? 0));

@@ -1,7 +1,8 @@
 """What the console costs the router and a browser, and the pictures of docs/use/console.md.
 
 ``python -m tests.router.http.console.bench [--load] [--shots docs/images]`` starts a router as a
-process of its own with 100 registered workers (fake engines) and a headless Chromium.
+process of its own with 100 registered workers (fake engines) and a headless Chromium. With
+``--prefill 1 --decode 1`` the pictures are those of a small cluster.
 """
 
 from __future__ import annotations
@@ -103,21 +104,36 @@ async def cpu_of(seconds: float, *pids: int) -> float:
     return round(100 * (total() - before) / seconds, 2)
 
 
-async def shoot(tab: Tab, url: str, folder: Path) -> None:
-    """The pictures of docs/use/console.md."""
-    views = (("dark", 1280, 940), ("light", 1280, 940), ("dark", 1920, 1000), ("dark", 390, 844))
-    for theme, width, height in views:
+VIEWS = {
+    "console-dark": ("dark", 1280, 940),
+    "console-light": ("light", 1280, 940),
+    "wide-dark": ("dark", 1920, 1000),
+    "phone-dark": ("dark", 390, 844),
+}
+SMALL_VIEWS = {"small-dark": ("dark", 1280, 1000)}
+
+
+async def shoot(tab: Tab, url: str, folder: Path, crowd: Crowd) -> None:
+    """The pictures of docs/use/console.md: those of a large cluster, or those of a small one."""
+    is_large = len(crowd.decodes) > 20
+    if is_large:
+        crowd.decodes[3].set_draining()
+        crowd.decodes[17].fall_silent()
+        crowd.decodes[18].fall_silent()
+        await asyncio.sleep(8)
+    for name, (theme, width, height) in (VIEWS if is_large else SMALL_VIEWS).items():
         await tab.resize(width, height)
         await tab.prefer(theme)
         await tab.goto(f"{url}/console")
         await tab.until("document.querySelectorAll('[data-name]').length > 0")
         await asyncio.sleep(7)
-        await tab.screenshot(folder / f"{folder_name(width)}-{theme}.png")
-
-
-def folder_name(width: int) -> str:
-    """What a picture of this width is called."""
-    return {390: "phone", 1280: "console", 1920: "wide"}[width]
+        await tab.screenshot(folder / f"{name}.png")
+    if not is_large:
+        await tab.press("s")
+        await tab.until("document.querySelector('#prompt').open")
+        await tab.evaluate("document.querySelector('#prompt-send').click()")
+        await tab.until("document.querySelector('#prompt-note').textContent.includes('ended')")
+        await tab.screenshot(folder / "prompt-dark.png")
 
 
 async def main() -> None:
@@ -148,11 +164,7 @@ async def main() -> None:
             )
             measured["router_with_a_viewer"], measured["browser"] = both
             if options.shots:
-                crowd.decodes[3].set_draining()
-                crowd.decodes[17].fall_silent()
-                crowd.decodes[18].fall_silent()
-                await asyncio.sleep(8)
-                await shoot(tab, url, options.shots)
+                await shoot(tab, url, options.shots, crowd)
             measured["complaints"] = tab.complaints
         if load is not None:
             load.cancel()

@@ -95,7 +95,7 @@ async def test_a_browser_is_led_to_the_page_and_nobody_else(http, cluster: Clust
         assert response.status == 404
         error = (await response.json())["error"]
     assert error["code"] == "unknown_url"
-    assert "/v1/chat/completions" in error["message"]
+    assert "/v1/models" in error["message"]
 
 
 async def test_it_is_read_only(http, cluster: Cluster) -> None:
@@ -122,6 +122,7 @@ async def test_requests_are_shown_without_their_text(http, cluster: Cluster) -> 
     slowest = snapshot["requests"]["slowest"][0]
     assert slowest["request_id"].startswith("mine.")
     assert (slowest["prefill"], slowest["decode"]) == ("prefill-0/0", "decode-0/0")
+    assert (slowest["model"], slowest["key_name"]) == (MODEL, "")
     assert slowest["num_output_tokens"] == cluster.num_answer_tokens
     raw = json.dumps(snapshot)
     assert "secret" not in raw
@@ -141,6 +142,17 @@ async def test_what_is_under_way_is_shown_with_its_phase(http, cluster: Cluster)
     assert after["requests"]["num_in_flight"] == 0
 
 
+async def test_failures_of_workers_are_ours(start_router: StartRouter) -> None:
+    cluster = await start_router()
+    await cluster.add_prefill()
+    async with aiohttp.ClientSession(cluster.url) as http:
+        async with http.post("/v1/completions", json=BODY) as response:
+            assert response.status == 503, "there is no decode"
+        snapshot = await snapshot_when(http, lambda s: s["requests"]["errors"])
+    (row,) = snapshot["requests"]["errors"]
+    assert (row["code"], row["is_ours"]) == ("server_not_ready", True)
+
+
 async def test_failed_requests_are_counted_by_code(http, cluster: Cluster) -> None:
     async with http.post("/v1/completions", json={**BODY, "n": 0}) as response:
         assert response.status == 400
@@ -148,7 +160,7 @@ async def test_failed_requests_are_counted_by_code(http, cluster: Cluster) -> No
         assert response.status == 404
     snapshot = await snapshot_when(http, lambda s: s["requests"]["errors"])
     (row,) = snapshot["requests"]["errors"]
-    assert (row["num"], row["num_recent"]) == (1, 1)
+    assert (row["num"], row["num_recent"], row["is_ours"]) == (1, 1, False)
 
 
 async def test_joins_drains_losses_and_returns_are_events(start_router: StartRouter) -> None:

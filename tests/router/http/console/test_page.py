@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 
 from bench.ranks.played import Fault, play
@@ -61,12 +62,54 @@ async def open_page(tab: Tab, cluster: Cluster, num_workers: int) -> None:
 
 
 async def boxes(tab: Tab) -> str:
-    """Where every panel and tile stands."""
+    """Where every tile stands, and from where to where every panel and column goes."""
     return await tab.evaluate(
         "JSON.stringify([...document.querySelectorAll('.panel, .tile, thead th')].map((node) => {"
         "const box = node.getBoundingClientRect();"
-        "return [box.left, box.top, box.width, box.height].map(Math.round); }))"
+        "const isTile = node.matches('.tile');"
+        "return [box.left, box.width, ...(isTile ? [box.top, box.height] : [])].map(Math.round); "
+        "}))"
     )
+
+
+async def page_height(tab: Tab) -> float:
+    foot = "document.querySelector('footer').getBoundingClientRect().bottom + window.scrollY"
+    height = await tab.evaluate(foot)
+    assert isinstance(height, (int, float))
+    return height
+
+
+async def show(tab: Tab, **requests: object) -> None:
+    """Draw the page with these of its requests, and hear of the router no more."""
+    await tab.evaluate(
+        f"paused = true; Object.assign(snapshot.requests, {json.dumps(requests)}); show()"
+    )
+
+
+def failures(num: int) -> list[dict[str, object]]:
+    """By code; the first is ours."""
+    return [{"code": f"code_{n}", "is_ours": n == 0, "num": 3, "num_recent": 2} for n in range(num)]
+
+
+def full_lists() -> dict[str, object]:
+    """More of everything than there is room for."""
+    common = {
+        "model": MODEL,
+        "key_name": "app",
+        "prefill": "prefill-0/0",
+        "decode": "decode-0/0",
+        "num_prompt_tokens": 1,
+        "num_output_tokens": 1,
+    }
+    live = {**common, "phase": "decode", "age_s": 1.0, "num_migrations": 0}
+    slow = {**common, "at": 0.0, "ttft_s": 1.0, "total_s": 2.0, "parts_s": [0.2] * 7}
+    event = {"kind": "joined", "role": "decode", "instance": "decode-0", "ranks": [0], "text": ""}
+    return {
+        "live": [{**live, "request_id": f"live-{n:030}"} for n in range(12)],
+        "slowest": [{**slow, "request_id": f"slow-{n:030}"} for n in range(8)],
+        "events": [{**event, "at": 1000.0 * n} for n in range(60)],
+        "errors": failures(20),
+    }
 
 
 async def test_few_workers_are_a_table_that_follows_the_pool(cluster: Cluster, tab: Tab) -> None:
@@ -84,6 +127,118 @@ async def test_few_workers_are_a_table_that_follows_the_pool(cluster: Cluster, t
     await tab.until("document.querySelector('#counts').textContent.includes('1 draining')")
     assert "draining" in await text_of(tab, "#events ol")
     assert await boxes(tab) == before, "nothing has moved"
+
+
+async def test_all_of_a_small_cluster_fits_a_screen(cluster: Cluster, tab: Tab) -> None:
+    await tab.resize(1280, 1000)
+    await open_page(tab, cluster, 2)
+    await ask(cluster.url, 5)
+    await tab.until("document.querySelector('#slow tbody').textContent.includes('req-')")
+    some = await page_height(tab)
+    await show(tab, **full_lists())
+    full = await page_height(tab)
+    assert some < full <= 1000
+    await show(tab, live=[], slowest=[])
+    assert await page_height(tab) < full
+
+
+async def test_callers_errors_are_apart_and_red_is_for_ours(cluster: Cluster, tab: Tab) -> None:
+    await open_page(tab, cluster, 2)
+    async with (
+        aiohttp.ClientSession(cluster.url) as http,
+        http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "n": 0}) as response,
+    ):
+        assert response.status == 400
+    await tab.until("document.querySelector('#errors tbody').textContent.includes('caller')")
+    tile = "document.querySelector('#tiles').lastChild"
+    level = f"{tile}.dataset.level"
+    assert "callers' own: 1" in await tab.evaluate(f"{tile}.textContent")
+    assert await tab.evaluate(level) == ""
+    await show(tab, errors=failures(2))
+    assert await tab.evaluate(level) == "bad"
+    first = "document.querySelector('#errors tbody tr').textContent"
+    assert await tab.evaluate(first) == "code_0ours23"
+
+
+async def test_ids_are_whole_and_are_copied_by_a_click(cluster: Cluster, tab: Tab) -> None:
+    await open_page(tab, cluster, 2)
+    await ask(cluster.url, 1)
+    await tab.until("document.querySelector('#slow tbody').textContent.includes('req-')")
+    await tab.evaluate("navigator.clipboard.writeText = async (text) => { copied = text; }")
+    await show(tab)
+    cell = "document.querySelector('#slow .id')"
+    (whole,) = await tab.evaluate("snapshot.requests.slowest.map((item) => item.request_id)")
+    assert await tab.evaluate(f"{cell}.title.split('\\n')[0]") == whole
+    assert len(await tab.evaluate(f"{cell}.textContent")) < len(whole)
+    await tab.evaluate(f"{cell}.click()")
+    await tab.until(f"{cell}.textContent === 'copied'")
+    assert await tab.evaluate("copied") == whole
+    assert not await tab.evaluate("document.querySelector('#drawer').open")
+    assert MODEL in await text_of(tab, "#slow tbody tr")
+
+
+async def send(tab: Tab, text: str) -> None:
+    await tab.press("s")
+    await tab.until("document.querySelector('#prompt').open")
+    await tab.evaluate(
+        f"document.querySelector('#prompt-text').value = {json.dumps(text)};"
+        "document.querySelector('#prompt-send').click()"
+    )
+
+
+async def test_a_prompt_is_answered_without_a_key_where_none_is_asked_for(
+    cluster: Cluster, tab: Tab
+) -> None:
+    await open_page(tab, cluster, 2)
+    await send(tab, "the quick brown fox")
+    await tab.until("document.querySelector('#prompt-note').textContent.includes('ended by stop')")
+    assert await text_of(tab, "#prompt-answer") == cluster.answer
+    assert f"{cluster.num_answer_tokens} out" in await text_of(tab, "#prompt-note")
+    assert await text_of(tab, "#prompt-path") == "/v1/chat/completions"
+    assert await tab.evaluate("document.querySelector('#prompt-key')") is None
+    await tab.evaluate("document.querySelector('#prompt-tokens').value = 0")
+    await send(tab, "the quick brown fox")
+    await tab.until("document.querySelector('#prompt-note').textContent.includes('max_tokens')")
+    assert all("400" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
+
+
+async def test_a_prompt_needs_a_key_and_no_session_is_good_for_it(
+    start_router: StartRouter, tab: Tab, tmp_path: Path
+) -> None:
+    operator, client, file = new_key(), new_key(), tmp_path / "keys.toml"
+    for key, name, right in (
+        (operator, "ops", Right.OPERATIONS),
+        (client, "app", Right.INFERENCE),
+    ):
+        record = KeyRecord(name=name, sha256=hash_key(key), rights=frozenset({right}))
+        add_to_file(file, record)
+    cluster = await start_router(keys_file=str(file))
+    await cluster.add_pair()
+    await tab.goto(f"{cluster.url}/console")
+    await tab.until("document.querySelector('#key') !== null")
+    await tab.evaluate(
+        f"document.querySelector('#key').value = {json.dumps(operator)};"
+        "document.querySelector('form').requestSubmit()"
+    )
+    await tab.until(f"{ROWS} === 2")
+    await send(tab, "the quick brown fox")
+    await tab.until("document.querySelector('#prompt-note').textContent.includes('is needed')")
+    for key, told in ((operator, "inference"), (client, "ended by stop")):
+        await tab.evaluate(
+            f"document.querySelector('#prompt-key').value = {json.dumps(key)};"
+            "document.querySelector('#prompt-send').click()"
+        )
+        await tab.until(
+            f"document.querySelector('#prompt-note').textContent.includes({json.dumps(told)})"
+            " && !sending"
+        )
+    assert await text_of(tab, "#prompt-answer") == cluster.answer
+    assert client not in await tab.evaluate("location.href + JSON.stringify(localStorage)")
+    await tab.until("document.querySelector('#slow tbody').textContent.includes('app')")
+    # The browser itself says what was answered 401 (the form) or 403.
+    assert all("401" in one or "403" in one for one in tab.complaints)
+    tab.complaints.clear()
 
 
 async def test_drafts_of_decode_ranks_are_a_panel_where_there_are_any(
