@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
+from scripts import mutants
+
 ROOT = Path(__file__).resolve().parents[1]
-_spec = importlib.util.spec_from_file_location("mutants", ROOT / "scripts" / "mutants.py")
-assert _spec is not None
-assert _spec.loader is not None
-mutants = importlib.util.module_from_spec(_spec)
-sys.modules["mutants"] = mutants
-_spec.loader.exec_module(mutants)
 
 
 @pytest.mark.parametrize("mutant", mutants.read_mutants(), ids=lambda mutant: mutant.name)
-def test_a_guard_is_where_its_mutant_looks(mutant: mutants.Mutant) -> None:  # type: ignore[name-defined]
+def test_a_guard_is_where_its_mutant_looks(mutant: mutants.Mutant) -> None:
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
     compile(mutant.changed(text), mutant.file, "exec")
     assert all((ROOT / test).exists() for test in mutant.tests)

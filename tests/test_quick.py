@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
+from scripts import quick
+
 ROOT = Path(__file__).resolve().parents[1]
-_spec = importlib.util.spec_from_file_location("quick", ROOT / "scripts" / "quick.py")
-assert _spec is not None
-assert _spec.loader is not None
-quick = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(quick)
 
 
 @pytest.mark.parametrize(
