@@ -85,8 +85,11 @@ TOKENIZER = {
 
 
 def draft_weights(fields: Mapping[str, Any]) -> bytes:
-    """A file of safetensors with the names of what the layers for drafts have, and no numbers."""
-    first, number = fields["num_hidden_layers"], fields.get("num_nextn_predict_layers", 0)
+    """A file of safetensors with the names of what the layers for drafts have, and no numbers.
+
+    A config.json that does not name them has one, as for transformers.
+    """
+    first, number = fields["num_hidden_layers"], fields.get("num_nextn_predict_layers", 1)
     own = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
     names = [f"model.layers.{first + i}.{name}" for i in range(number) for name in own]
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
