@@ -30,4 +30,4 @@ def test_a_folder_is_over_beyond_the_slack_and_without_a_budget() -> None:
 
 def test_every_folder_of_tests_has_a_budget() -> None:
     folders = {folder.name for folder in TESTS.iterdir() if any(folder.rglob("test_*.py"))}
-    assert folders - time_budget.budget().keys() == {"clients"}
+    assert folders == time_budget.budget().keys() - {"."}
