@@ -45,23 +45,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    import openai
-
-    base_url = f"{cluster.base_url}/v1"
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(cluster: Cluster) -> Iterator[anthropic.Anthropic]:
-    import anthropic
-
-    with anthropic.Anthropic(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 

@@ -33,13 +33,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    url = f"{cluster.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 def counted(cluster: Cluster) -> dict[str, float]:
     """What decode has counted since it started, once nothing runs any more."""
     cluster.wait_idle()

@@ -31,20 +31,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    url = f"{cluster.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def claude(cluster: Cluster) -> Iterator[anthropic.Anthropic]:
-    url = cluster.base_url
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 def test_every_api_says_what_chat_says(
     cluster: Cluster, client: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:

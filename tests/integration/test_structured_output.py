@@ -82,19 +82,6 @@ def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    base_url = f"{cluster.base_url}/v1"
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def claude(cluster: Cluster) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=cluster.base_url, api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_clients_own_parser_reads_a_model(client: openai.OpenAI, seed: int) -> None:

@@ -220,10 +220,16 @@ async def start_router(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[S
         await close()
 
 
+@pytest.fixture(scope="session")
+def folder() -> Path | None:
+    """Of another model than the usual one, where a file of tests says so."""
+    return None
+
+
 @pytest.fixture
-async def cluster(start_router: StartRouter) -> Cluster:
+async def cluster(start_router: StartRouter, folder: Path | None) -> Cluster:
     """A router with one prefill and one decode worker."""
-    cluster = await start_router()
+    cluster = await start_router(folder)
     await cluster.add_pair()
     return cluster
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from router.http.hints import IGNORED_HEADER
-from tests.router.conftest import MODEL, SPECIAL, Cluster, StartRouter, write_model
+from tests.router.conftest import MODEL, SPECIAL, Cluster, write_model
 from tests.router.http.agents import (
     AGENTS,
     CLAUDE_CODE,
@@ -39,13 +39,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = [*texts, CALL, SYSTEM, REMINDER, f"<user>{TASK}", f"<user>[{RESULT}]"] * 4
     write_model(folder, template=templates.WITH_SYSTEM, special=[*SPECIAL, *MARKS], more=more)
     return folder
-
-
-@pytest.fixture
-async def cluster(start_router: StartRouter, folder: Path) -> Cluster:
-    cluster = await start_router(folder)
-    await cluster.add_pair()
-    return cluster
 
 
 async def asked(

@@ -32,13 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-async def cluster(start_router: StartRouter, folder: Path) -> Cluster:
-    cluster = await start_router(folder)
-    await cluster.add_pair()
-    return cluster
-
-
 async def ignored_by(http: aiohttp.ClientSession, path: str, fields: dict[str, Any]) -> list[str]:
     async with http.post(path, json={"model": MODEL, **PATHS[path], **fields}) as response:
         assert response.status == 200, await response.text()

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from router.http.hints import HINTS, HOSTED_TOOLS, IGNORED_HEADER
-from tests.router.conftest import MODEL, SPECIAL, Cluster, StartRouter, write_model
+from tests.router.conftest import MODEL, SPECIAL, Cluster, write_model
 from tests.router.http.sdk_types import Walk
 from tests.router.http.test_tools import MARKS
 from tests.router.text import templates
@@ -155,13 +155,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     write_model(folder, template=templates.WITH_SYSTEM, special=[*SPECIAL, *MARKS])
     return folder
-
-
-@pytest.fixture
-async def cluster(start_router: StartRouter, folder: Path) -> Cluster:
-    cluster = await start_router(folder)
-    await cluster.add_pair()
-    return cluster
 
 
 class Answers:

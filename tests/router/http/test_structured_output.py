@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from runtime.pb import common_pb2
-from tests.router.conftest import MODEL, Cluster, StartRouter
+from tests.router.conftest import MODEL, Cluster
 from tests.router.http.test_tools import CALL_NOW, NOW, WEATHER, prompt_of, write_model_of_tools
 from tests.waiting import until
 
@@ -74,13 +74,6 @@ def structural(fmt: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_of_tools(tmp_path_factory.mktemp("structured"), CALL_NOW)
-
-
-@pytest.fixture
-async def cluster(start_router: StartRouter, folder: Path) -> Cluster:
-    cluster = await start_router(folder)
-    await cluster.add_pair()
-    return cluster
 
 
 def constraint_of(cluster: Cluster) -> common_pb2.OutputConstraint:

@@ -49,13 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_of_tools(tmp_path_factory.mktemp("tools"))
 
 
-@pytest.fixture
-async def cluster(start_router: StartRouter, folder: Path) -> Cluster:
-    cluster = await start_router(folder)
-    await cluster.add_pair()
-    return cluster
-
-
 async def chat(client: openai.AsyncOpenAI, **options):
     return await client.chat.completions.create(**{"model": MODEL, "messages": [USER], **options})
 
