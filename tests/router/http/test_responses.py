@@ -11,7 +11,13 @@ import openai
 import pytest
 
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
-from tests.router.http.test_tools import ARGUMENTS, CALL, CALL_NOW, folder, prompt_of  # noqa: F401
+from tests.router.http.test_tools import (
+    ARGUMENTS,
+    CALL,
+    CALL_NOW,
+    prompt_of,
+    write_model_of_tools,
+)
 from tests.waiting import until
 
 WEATHER = {
@@ -35,10 +41,15 @@ async def streamed(client: openai.AsyncOpenAI, **options: object) -> list:
     return [event async for event in stream]
 
 
+@pytest.fixture(scope="module")
+def folder_of_tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_of_tools(tmp_path_factory.mktemp("tools"))
+
+
 @pytest.fixture
-async def thinking(start_router: StartRouter, folder: Path) -> Cluster:  # noqa: F811
+async def thinking(start_router: StartRouter, folder_of_tools: Path) -> Cluster:
     """A model that reasons and calls."""
-    cluster = await start_router(folder)
+    cluster = await start_router(folder_of_tools)
     await cluster.add_pair()
     return cluster
 
