@@ -14,7 +14,7 @@ Ranks share GPUs where there are fewer: slow, since ranks that wait for one anot
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -61,16 +61,21 @@ class Layout:
     prefill_dp: int = 1
     decode_dp: int = 1
     dispatcher: str = "auto"
+    small: bool = True
+    """Few tokens a step, so that few kernels compile, few graphs are captured and chunks are many;
+    else what a GPU gets by default, on two GPUs: each role takes what memory it finds."""
 
     def __str__(self) -> str:
         """For the test's name."""
         prefill = f"tp{self.prefill_tp}-dp{self.prefill_dp}"
-        return f"{self.dtype}-prefill-{prefill}-decode-ep{self.decode_dp}-{self.dispatcher}"
+        sizes = "small" if self.small else "default"
+        return f"{self.dtype}-prefill-{prefill}-decode-ep{self.decode_dp}-{self.dispatcher}-{sizes}"
 
 
 LAYOUTS = (
     Layout(dtype="float32"),
     Layout(),
+    Layout(small=False),
     Layout(dtype="float32", prefill_tp=2, decode_dp=2),
     Layout(prefill_tp=2, decode_dp=2),
     Layout(prefill_tp=2, decode_dp=2, dispatcher="nvlink"),
@@ -83,25 +88,21 @@ LAYOUTS = (
 
 
 def config_of(layout: Layout) -> ClusterConfig:
-    """Small steps, so that few kernels compile and few graphs are captured, and chunks are many."""
+    prefill = PrefillSection(tp=layout.prefill_tp, dp=layout.prefill_dp, device="cuda")
+    decode = DecodeSection(
+        dp=layout.decode_dp,
+        device="cuda",
+        dispatcher=layout.dispatcher,
+        # The reference's routing reads the device: such a step cannot be captured.
+        cuda_graphs="on" if layout.dtype == "bfloat16" else "off",
+    )
+    if layout.small:
+        prefill = replace(prefill, num_blocks=128, max_num_batched_tokens=ROWS_OF_A_TILE)
+        decode = replace(decode, num_blocks=128, max_num_seqs=8)
     return ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR), dtype=layout.dtype),
-        prefill=PrefillSection(
-            tp=layout.prefill_tp,
-            dp=layout.prefill_dp,
-            device="cuda",
-            num_blocks=128,
-            max_num_batched_tokens=ROWS_OF_A_TILE,
-        ),
-        decode=DecodeSection(
-            dp=layout.decode_dp,
-            device="cuda",
-            num_blocks=128,
-            max_num_seqs=8,
-            dispatcher=layout.dispatcher,
-            # The reference's routing reads the device: such a step cannot be captured.
-            cuda_graphs="on" if layout.dtype == "bfloat16" else "off",
-        ),
+        prefill=prefill,
+        decode=decode,
         kv_transfer=KVTransferSection(transport="nixl", layers_per_group=2),
     )
 
@@ -111,10 +112,11 @@ def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     num_devices = torch.cuda.device_count()
-    if not num_devices:
-        pytest.skip("needs a GPU")
+    if num_devices < (1 if request.param.small else 2):
+        pytest.skip("needs a GPU, and one a role with default sizes")
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv(ROWS_VARIABLE, f"8,{ROWS_OF_A_TILE}")
+    if request.param.small:
+        monkeypatch.setenv(ROWS_VARIABLE, f"8,{ROWS_OF_A_TILE}")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     running = Cluster(
         config_of(request.param),
