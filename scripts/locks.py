@@ -51,8 +51,8 @@ class Lock:
 
 LOCKS = {
     "dev": Lock(extras=("dev",), groups=("cpu",)),
-    "runtime": Lock(extras=("tracing",), groups=("cpu",), like="dev"),
-    "gpu": Lock(extras=("gpu", "tracing"), like="dev", target=_HOPPER_HOST),
+    "runtime": Lock(extras=("s3", "tracing"), groups=("cpu",), like="dev"),
+    "gpu": Lock(extras=("gpu", "s3", "tracing"), like="dev", target=_HOPPER_HOST),
     "kernels": Lock(groups=("kernels",), project=False, like="dev"),
     "clients": Lock(groups=("clients",), project=False),
     "uv": Lock(groups=("uv",), project=False),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.helm.fake_s3 import running_bucket
 from tests.helm.rendering import CHART
 
 SCRIPT = str(CHART / "files" / "fetch.py")
@@ -62,6 +63,33 @@ def test_a_folder_is_copied_whole_and_only_once(
     assert run("fetch", source, target) == 0, "it is there"
     assert capsys.readouterr().out == f"{source} is in {target}\n"
     assert run("wait", source, target) == 0
+
+
+@pytest.mark.parametrize("key_id", ["some", ""], ids=["signed", "anonymous"])
+def test_a_folder_of_a_bucket_comes_by_the_client_that_the_images_have(
+    key_id: str, tmp_path: Path
+) -> None:
+    """In a process of its own: the client's connections live until it ends."""
+    keys = {f"llama/{name}": content for name, content in FILES.items()}
+    target = tmp_path / "models" / "llama"
+    with running_bucket("weights", keys | {"other/config.json": b"[]"}) as address:
+        credentials = {"AWS_ACCESS_KEY_ID": key_id, "AWS_SECRET_ACCESS_KEY": "secret"}
+        environment = {**os.environ, "AWS_ENDPOINT_URL": address, "HOME": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, SCRIPT, "fetch", "s3://weights/llama", str(target)],
+            env={**environment, **(credentials if key_id else {})},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+    if key_id:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert held(target) == FILES
+    else:
+        assert done.returncode == 1
+        assert "s3://weights/llama was not fetched: " in done.stdout
+        assert not (target / ".tandem-whole").exists()
 
 
 def test_what_came_whole_is_kept_and_what_was_cut_comes_again(
