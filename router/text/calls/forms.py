@@ -146,7 +146,7 @@ def written_by_key(found: Canonical, *, lenient: bool) -> Canonical:
         name: None
         for schema in found.schema.get("anyOf", [found.schema])
         for name in (*_COUNTS, *(() if "properties" in schema else _OF_OTHERS))
-        if schema.get(name) not in (None, False, {})
+        if name in schema and (name == "maxProperties" or schema[name] not in (False, {}))
     }
     if unsaid and not lenient:
         problem = "is not followed by this model's calls. Fix: leave it out"

@@ -327,6 +327,7 @@ def test_keys_that_no_schema_names_may_be_any(name: str) -> None:
 def test_what_calls_by_key_cannot_follow_is_left_out_or_refused() -> None:
     for schema, name in (
         ({"properties": {"a": {}}, "minProperties": 1}, "minProperties"),
+        ({"properties": {"a": {}}, "maxProperties": 0, "minProperties": 0}, "maxProperties"),
         ({"type": "object", "additionalProperties": {"type": "string"}}, "additionalProperties"),
         ({"anyOf": [{"type": "object"}, {"propertyNames": {"maxLength": 3}}]}, "propertyNames"),
     ):
