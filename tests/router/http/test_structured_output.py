@@ -7,16 +7,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import openai
 import pytest
 
 from runtime.pb import common_pb2
 from tests.router.conftest import MODEL, Cluster, StartRouter
 from tests.router.http.test_tools import CALL_NOW, NOW, WEATHER, prompt_of, write_model_of_tools
 from tests.waiting import until
+
+if TYPE_CHECKING:
+    import openai
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 4}
