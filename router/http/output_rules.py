@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from router.errors import RequestError
@@ -18,7 +18,7 @@ from router.http.output_forms import form_of
 from router.http.schema import ChatRequest, GenerationRequest
 from router.http.schema_forms import refused
 from router.model import ServedModel
-from router.text.calls.forms import ToolForm
+from router.text.calls.forms import CallShape, ToolForm, written_by_key
 from router.text.grammar.compilers import Compilers
 from router.text.grammar.forms import (
     Form,
@@ -28,7 +28,7 @@ from router.text.grammar.forms import (
     one_of,
     with_reasoning,
 )
-from router.text.grammar.schema import Canonical, canonical
+from router.text.grammar.schema import Canonical, canonical, objects_of
 from router.text.grammar.schema_errors import SchemaError
 from router.text.reasoning import Start
 from runtime.budget import Budget
@@ -126,12 +126,11 @@ def rules_of(request: GenerationRequest, model: ServedModel) -> OutputRules | No
     asked = form_of(request)
     param, form = asked or ("", None)
     reasons = isinstance(request, ChatRequest) and model.formats.reasoning is not None
-    budget = 0
+    budget, ignored = 0, tuple[str, ...]()
     if isinstance(request, ChatRequest):
         budget = _reasoning_budget(request, model)
         if offered_tools(request) and model.formats.calls is not None:
-            param, form = _with_calls(request, model, param, form)
-    ignored: tuple[str, ...] = ()
+            param, form, ignored = _with_calls(request, model, param, form)
     if form is None and _asks_for_strict(request):
         ignored = ("tools.function.strict",)
     if form is None and not budget and not ignored:
@@ -185,8 +184,8 @@ def _reasoning_budget(request: ChatRequest, model: ServedModel) -> int:
 
 def _with_calls(
     request: ChatRequest, model: ServedModel, param: str, form: Form | None
-) -> tuple[str, Form | None]:
-    """The rules of an answer that may call, or has to."""
+) -> tuple[str, Form | None, tuple[str, ...]]:
+    """The rules of an answer that may call, or has to; and what of tools is not followed."""
     calls, marks = model.formats.calls, MarkForms(model.formats.marks)
     assert calls is not None
     named, allowed = request.named_tool, request.allowed_tools
@@ -201,14 +200,17 @@ def _with_calls(
             param="tool_choice",
         )
     only_one = most_calls(request) == 1
-    tools = _tool_forms(request, only=only, all_schemas=has_to or form is not None)
+    if form is None and not has_to and allowed is None and not _asks_for_strict(request):
+        return param, None, ()
+    all_schemas = has_to or form is not None
+    tools = _tool_forms(request, calls.shape, only=only, all_schemas=all_schemas)
+    ignored = tuple(name for tool in tools for name in tool.left_out)
     try:
         if has_to:
-            return "tool_choice", calls.shape.calls(tools, marks, only_one=only_one)
+            return "tool_choice", calls.shape.calls(tools, marks, only_one=only_one), ignored
         if form is not None:
-            return param, one_of([calls.shape.calls(tools, marks, only_one=only_one), form])
-        if allowed is None and not _asks_for_strict(request):
-            return param, None
+            called = calls.shape.calls(tools, marks, only_one=only_one)
+            return param, one_of([called, form]), ignored
         reasoning = model.formats.reasoning
         without = () if reasoning is None else (reasoning.opening,)
         form = calls.shape.within_text(tools, marks, without=without)
@@ -219,13 +221,13 @@ def _with_calls(
                 param="tool_choice",
                 code="unsupported_value",
             )
-        return "tools" if allowed is None else "tool_choice", form
+        return "tools" if allowed is None else "tool_choice", form, ignored
     except SchemaError as error:
         raise refused(error, "tools") from error
 
 
 def _tool_forms(
-    request: ChatRequest, *, only: frozenset[str] | None, all_schemas: bool
+    request: ChatRequest, shape: CallShape, *, only: frozenset[str] | None, all_schemas: bool
 ) -> list[ToolForm]:
     """Of the tools that may be called; ``all_schemas``: also of those that are not strict."""
     tools = []
@@ -237,22 +239,18 @@ def _tool_forms(
         is_strict = function.get("strict") is True
         arguments = _ANY_OBJECT
         if is_strict or all_schemas:
-            arguments = _arguments(function, param, is_strict=is_strict)
+            arguments = _arguments(function, param, shape, is_strict=is_strict)
         tools.append(ToolForm(name=function["name"], param=param, arguments=arguments))
     return tools
 
 
-def _arguments(function: dict[str, Any], param: str, *, is_strict: bool) -> Canonical:
+def _arguments(
+    function: dict[str, Any], param: str, shape: CallShape, *, is_strict: bool
+) -> Canonical:
     """The schema of a tool's arguments, which are an object whatever else it says."""
     try:
-        found = canonical(function.get("parameters") or {}, closed=is_strict, lenient=not is_strict)
-        schema = found.schema
-        assert isinstance(schema, dict)
-        kinds = schema.get("type", "object")
-        if kinds != "object" and "object" not in kinds:
-            raise SchemaError(("type",), f"is {kinds!r}. Fix: send object")
-        if not any(name in schema for name in ("$ref", "anyOf", "enum")):
-            schema = {**schema, "type": "object"}
-        return replace(found, schema=schema)
+        schema = function.get("parameters") or {}
+        found = objects_of(canonical(schema, closed=is_strict, lenient=not is_strict))
+        return written_by_key(found, lenient=not is_strict) if shape.by_key else found
     except SchemaError as error:
         raise refused(error, param) from error

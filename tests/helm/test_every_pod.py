@@ -201,6 +201,15 @@ def test_a_role_s_own_words_reach_its_pod_and_no_other() -> None:
         assert probe["periodSeconds"] == 10, "as before"
 
 
+def test_openshift_chooses_the_user_of_every_pod() -> None:
+    chosen = ("runAsUser", "runAsGroup", "fsGroup")
+    for pod in pods_of(everything(profile("openshift"))).values():
+        spec = pod["spec"]
+        containers = [*spec.get("initContainers", ()), *spec["containers"]]
+        for told in (spec, *containers):
+            assert not any(name in told.get("securityContext", {}) for name in chosen)
+
+
 def test_devices_that_are_claimed_are_the_container_s() -> None:
     claim = {"name": "gpus", "resourceClaimTemplateName": "eight-gpus-and-cards"}
     told = {"workers": {"gpu": {"resource": ""}, "resourceClaims": [claim]}}

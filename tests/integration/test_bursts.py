@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import aiohttp
-import openai
 import pytest
 
 from runtime.config import (
@@ -45,6 +44,8 @@ async def complete_all(url: str, prompts: list[list[int]], max_tokens: int) -> l
 
 async def chat_all(url: str, count: int) -> list[str | None]:
     """Through the OpenAI SDK, which must not need a retry."""
+    import openai
+
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S
     ) as client:

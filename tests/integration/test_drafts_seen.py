@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 MODEL = "tandem-python"

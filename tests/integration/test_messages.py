@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 
 from router.model import load_served_model
@@ -17,6 +17,9 @@ from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSe
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.router.text import templates
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 REQUEST = {
@@ -42,6 +45,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    import openai
+
     config = ClusterConfig(
         model=ModelSection(path=str(folder), name="tandem-python"),
         prefill=PrefillSection(num_blocks=32),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
-import openai
 import pytest
 
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 MODEL = "tandem-python"

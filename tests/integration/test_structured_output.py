@@ -10,17 +10,19 @@ import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import anthropic
 import jsonschema
-import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from tests.integration.cluster import Cluster
 from tests.integration.test_messages import folder
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 __all__ = ["folder"]  # the fixture

@@ -7,9 +7,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
-import openai
 import pytest
 import tokenizers
 
@@ -21,6 +21,9 @@ from tests.router.fakes import SECRET, FakeDecode, FakePrefill
 from tests.router.outputs import MAX_MODEL_LEN
 from tests.tcp_proxy import Proxy
 from tests.waiting import until
+
+if TYPE_CHECKING:
+    import openai
 
 MODEL = "org/tiny-model"
 ANSWER = "Hello w\u00f6rld \U0001f642 and more text follows. END of it."
@@ -236,6 +239,8 @@ async def cluster(start_router: StartRouter, folder: Path | None) -> Cluster:
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    import openai
+
     async with openai.AsyncOpenAI(
         base_url=f"{cluster.url}/v1", api_key="none", max_retries=0
     ) as client:

@@ -96,9 +96,12 @@ class MessagesRequest(CountRequest):
 
 
 def names_of(request: CountRequest | None) -> dict[str, str]:
-    """Under which names the client knows the fields of the chat request, its messages included."""
+    """Under which names the client knows the fields of the chat request, its messages included.
+
+    None: there is none yet, and what is refused has the client's names.
+    """
     if request is None:
-        return _NAMES
+        return {}
     turns = turns_told(
         [f"messages[{number}]" for number in request.messages.origins],
         beginning="system" if request.system else "",

@@ -201,9 +201,12 @@ class ResponsesRequest(InputRequest):
 
 
 def names_of(request: InputRequest | None) -> dict[str, str]:
-    """Under which names the client knows the fields of the chat request, its messages included."""
+    """Under which names the client knows the fields of the chat request, its messages included.
+
+    None: there is none yet, and what is refused has the client's names.
+    """
     if request is None:
-        return _NAMES
+        return {}
     turns = turns_told(
         [f"input[{number}]" for number in request.input.origins],
         beginning="instructions" if request.instructions else "",

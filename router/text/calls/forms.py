@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from router.text.calls.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
@@ -18,6 +18,8 @@ from router.text.calls.kimi import KIMI_MARKS, PREFIX
 from router.text.grammar.forms import (
     Form,
     MarkForms,
+    any_number,
+    json_of,
     json_of_canonical,
     matching,
     maybe,
@@ -29,7 +31,11 @@ from router.text.grammar.forms import (
     triggered,
 )
 from router.text.grammar.schema import Canonical
-from router.text.grammar.schema_errors import SchemaError
+from router.text.grammar.schema_errors import SchemaError, spelled
+
+_COUNTS = ("minProperties", "maxProperties")
+_OF_OTHERS = ("propertyNames", "patternProperties", "additionalProperties")
+"""Of objects whose properties have no names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,24 @@ class ToolForm:
     param: str
     """The field that holds the schema of its arguments."""
     arguments: Canonical
-    """That schema; of an object."""
+    """That schema; of ``objects_of``."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Fields that are not followed."""
+        return [self.param + spelled(path) for path in self.arguments.left_out]
+
+    @property
+    def objects(self) -> list[dict[str, Any]]:
+        """The schemas of which the arguments follow one."""
+        assert isinstance(self.arguments.schema, dict)
+        found: list[dict[str, Any]] = self.arguments.schema.get("anyOf", [self.arguments.schema])
+        return found
+
+    @property
+    def is_union(self) -> bool:
+        """Whether clients wrote a union or a reference for the whole of the arguments."""
+        return isinstance(self.arguments.schema, dict) and "anyOf" in self.arguments.schema
 
     @property
     def json(self) -> Form:
@@ -62,6 +85,8 @@ class CallShape:
     """What stands around all calls."""
     within_region: str = ""
     """Between that and the calls."""
+    by_key: bool = False
+    """Whether arguments are written one by one, and not as a JSON object."""
     is_marked: bool = True
     """Whether a begin is a mark; else it is text with ``NAME`` for the tool's name."""
 
@@ -108,6 +133,27 @@ class CallShape:
         return triggered(marks, begin, inside, end, without=without)
 
 
+def written_by_key(found: Canonical, *, lenient: bool) -> Canonical:
+    """``found``, of ``objects_of``, without what calls cannot follow that write keys one by one.
+
+    ``lenient``: leave that out, instead of refusing it.
+
+    Raises:
+        SchemaError: there is such a thing.
+    """
+    assert isinstance(found.schema, dict)
+    unsaid = {
+        name: None
+        for schema in found.schema.get("anyOf", [found.schema])
+        for name in (*_COUNTS, *(() if "properties" in schema else _OF_OTHERS))
+        if name in schema and (name == "maxProperties" or schema[name] not in (False, {}))
+    }
+    if unsaid and not lenient:
+        problem = "is not followed by this model's calls. Fix: leave it out"
+        raise SchemaError((next(iter(unsaid)),), problem)
+    return replace(found, left_out=(*found.left_out, *((name,) for name in unsaid)))
+
+
 def _named(template: str, tool: ToolForm) -> str:
     return template.replace("NAME", tool.name)
 
@@ -135,44 +181,61 @@ def _kimi(tool: ToolForm, marks: MarkForms) -> Form:
 
 
 def _glm(tool: ToolForm, marks: MarkForms) -> Form:
-    def field(name: str, value: Any) -> Form:
+    def field(key: Form, content: Form) -> Form:
+        opened = sequence(marks.of(KEY), key, marks.of(KEY_END), text("\n"), marks.of(VALUE))
+        return sequence(opened, content, marks.of(VALUE_END), text("\n"))
+
+    def known(name: str, value: Any) -> Form:
         if not name.strip() or "<" in name:
             raise _unfit(name)
-        key = sequence(marks.of(KEY), text(name), marks.of(KEY_END), text("\n"), marks.of(VALUE))
-        content = _plain_text(value, VALUE_END, marks) or _json_value(tool, name, value)
-        return sequence(key, content, marks.of(VALUE_END), text("\n"))
+        # Of what is no union here, the parser of calls knows which values are texts.
+        plain = None if tool.is_union else _plain_text(value, VALUE_END, marks)
+        return field(text(name), plain or _json_value(tool, name, value))
 
-    return sequence(text(f"{tool.name}\n"), *_fields(tool, field))
+    other = field(matching(r"[^<\s]([^<\n]*[^<\s])?"), marks.text_up_to(VALUE_END))
+    return _fields(text(f"{tool.name}\n"), tool, known, other)
 
 
 def _dsml(tool: ToolForm, marks: MarkForms) -> Form:
-    def field(name: str, value: Any) -> Form:
+    def field(name: Form, content: Form, *, is_string: bool) -> Form:
+        kind = text(f'" string="{str(is_string).lower()}">')
+        head = sequence(marks.of(PARAMETER), text(' name="'), name, kind)
+        return sequence(head, content, sequence(marks.of(PARAMETER_END), text("\n")))
+
+    def known(name: str, value: Any) -> Form:
         if '"' in name or DSML in name:
             raise _unfit(name)
-        content = _plain_text(value, PARAMETER_END, marks)
-        is_string = "false" if content is None else "true"
-        head = sequence(marks.of(PARAMETER), text(f' name="{name}" string="{is_string}">'))
-        end = sequence(marks.of(PARAMETER_END), text("\n"))
-        return sequence(head, content or _json_value(tool, name, value), end)
+        plain = _plain_text(value, PARAMETER_END, marks)
+        content = plain or _json_value(tool, name, value)
+        return field(text(name), content, is_string=plain is not None)
 
-    return sequence(text(f' name="{tool.name}">\n'), *_fields(tool, field))
+    name, anything = matching(f'[^"{DSML[0]}]{{1,64}}'), json_of({}, tool.param)
+    texts = field(name, marks.text_up_to(PARAMETER_END), is_string=True)
+    other = one_of([texts, field(name, anything, is_string=False)])
+    return _fields(text(f' name="{tool.name}">\n'), tool, known, other)
 
 
-def _fields(tool: ToolForm, field: Callable[[str, Any], Form]) -> list[Form]:
-    """The arguments in the order of the schema, for calls whose arguments are no JSON object."""
-    found = tool.arguments
-    schema = found.schema if isinstance(found.schema, dict) else {}
-    if "properties" not in schema and any(name not in ("type", "$defs") for name in schema):
-        problem = "is no object with properties, which this model's calls have to be"
-        raise SchemaError((), problem)
+def _fields(head: Form, tool: ToolForm, known: Callable[[str, Any], Form], other: Form) -> Form:
+    """Behind ``head``, arguments in the order of the schema, for calls that write them one by one.
+
+    ``other``: an argument of which no schema says anything.
+    """
+    return one_of([sequence(head, *_of_object(each, known, other)) for each in tool.objects])
+
+
+def _of_object(
+    schema: Mapping[str, Any], known: Callable[[str, Any], Form], other: Form
+) -> list[Form]:
     required = schema.get("required", ())
+    if "properties" not in schema:
+        return [] if schema.get("additionalProperties") is False else [any_number(other)]
     fields = []
-    for name, value in schema.get("properties", {}).items():
+    for name, value in schema["properties"].items():
         if value is False:
             if name in required:
                 raise SchemaError(("properties", name), "is required, and has no value")
             continue
-        form = field(name, value)
+        form = known(name, value)
         fields.append(form if name in required else maybe(form))
     return fields
 
@@ -218,8 +281,9 @@ DEEPSEEK_V32 = CallShape(
     separator="\n",
     region=DSML_MARKS[:2],
     within_region="\n",
+    by_key=True,
 )
-GLM = CallShape(begin=OPENING, content=_glm, end=CLOSING, separator="\n")
+GLM = CallShape(begin=OPENING, content=_glm, end=CLOSING, separator="\n", by_key=True)
 HERMES = CallShape(begin=HERMES_MARKS[0], content=_hermes, end=HERMES_MARKS[1], separator="\n")
 KIMI = CallShape(
     begin=KIMI_MARKS.call_begin,

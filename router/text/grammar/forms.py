@@ -92,6 +92,11 @@ def maybe(form: Form) -> Form:
     return Form(format={"type": "optional", "content": form.format}, schemas=form.schemas)
 
 
+def any_number(form: Form) -> Form:
+    """It, any number of times."""
+    return Form(format={"type": "star", "content": form.format}, schemas=form.schemas)
+
+
 def tag(begin: Form, content: Form, end: Form) -> Form:
     """One of ``tags``: its begin and end are a text or a mark."""
     opening, *inside = _elements(begin)

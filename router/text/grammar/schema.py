@@ -7,7 +7,7 @@ follows is refused with its place, or left out and named.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -81,6 +81,45 @@ def canonical(schema: object, *, closed: bool = False, lenient: bool = False) ->
     return Canonical(schema=result, left_out=tuple(walk.left_out))
 
 
+def objects_of(found: Canonical) -> Canonical:
+    """The objects among the documents of ``found``, by one schema or an ``anyOf`` of such.
+
+    None of these is a reference or a union. It is one schema where ``found`` was no union either.
+
+    Raises:
+        SchemaError: there are none.
+    """
+    whole = found.schema
+    defs = whole.get("$defs", {}) if isinstance(whole, dict) else {}
+    waiting, known, objects = [whole], set[str](), list[dict[str, Any]]()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, bool):
+            objects += [{"type": "object"}] if node else []
+        elif "$ref" in node:
+            waiting += [] if node["$ref"] in known else [defs[node["$ref"].split("/")[-1]]]
+            known.add(node["$ref"])
+        elif "anyOf" in node:
+            waiting += reversed(node["anyOf"])
+        elif "enum" in node:
+            objects += [_only(value) for value in node["enum"] if isinstance(value, dict)]
+        elif "object" in (node.get("type", "object"), *node.get("type", ())):
+            objects.append({**node, "type": "object"})
+    if not objects:
+        has_type = isinstance(whole, dict) and "type" in whole
+        raise SchemaError(("type",) if has_type else (), "lets in no object. Fix: send object")
+    is_plain = isinstance(whole, bool) or whole.keys().isdisjoint(("$ref", "anyOf", "enum"))
+    schema = objects[0] if is_plain else {"anyOf": objects}
+    return replace(found, schema={**schema, "$defs": defs} if defs else schema)
+
+
+def _only(value: dict[str, Any]) -> dict[str, Any]:
+    """The schema of the object ``value`` alone."""
+    properties = {name: {"enum": [each]} for name, each in value.items()}
+    fields = {"properties": properties, "required": list(value)} if value else {}
+    return {"type": "object", **fields, "additionalProperties": False}
+
+
 class _Walk:
     """One walk through one schema."""
 
@@ -136,6 +175,11 @@ class _Walk:
             value = node.pop(name)
             if value != _NEVER[name] or isinstance(value, bool) != isinstance(_NEVER[name], bool):
                 self._leave_out((*path, name), "is not followed by this server. Fix: leave it out")
+        ref = node.get("$ref", "#")
+        if isinstance(ref, str) and ref != "#" and not ref.startswith("#/"):
+            problem = f"is {shown(ref)}. Fix: send a reference within the schema, as #/$defs/NAME"
+            self._leave_out((*path, "$ref"), problem)
+            node.pop("$ref")
         return node
 
     def _alone(self, node: dict[str, Any], path: Path, name: str, others: set[str]) -> None:
@@ -149,10 +193,6 @@ class _Walk:
         ref, place = node["$ref"], (*path, "$ref")
         if not isinstance(ref, str):
             raise SchemaError(place, f"is {shown(ref)}. Fix: send a string")
-        if ref != "#" and not ref.startswith("#/"):
-            problem = f"is {shown(ref)}. Fix: send a reference within the schema, as #/$defs/NAME"
-            self._leave_out(place, problem)
-            return {}
         if ref not in self._names:
             target, origin = self._target(ref, place)
             self._names[ref] = f"d{len(self._names)}"
@@ -196,7 +236,7 @@ class _Walk:
             found = [self.schema(b, (*path, name, i)) for i, b in enumerate(branches)]
             return found[0] if len(found) == 1 else {"anyOf": found}
         self._leave_out((*path, name), "of several schemas is not followed. Fix: join them in one")
-        return {}
+        return self._plain({"type": node["type"]} if "type" in node else {}, path)
 
     def _typed(self, branches: list[Any], node: dict[str, Any], path: Path) -> list[Any]:
         """``branches`` with the type that stands beside them."""
@@ -278,6 +318,8 @@ class _Walk:
             result["propertyNames"] = names
         said = ("properties", "required", "additionalProperties", "unevaluatedProperties")
         if not patterns and not any(node.get(name) not in (None, {}, []) for name in said):
+            if "type" in node and "properties" in node:
+                result["properties"] = {}  # who names none may still want none
             return
         others = self.schema(further, (*path, "additionalProperties"))
         fields = {n: self.schema(s, (*path, "properties", n)) for n, s in properties.items()}

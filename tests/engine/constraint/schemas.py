@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xgrammar
 
 from engine.constraint.constraints import Constraints
 from engine.constraint.matcher import Matcher, num_mask_words
@@ -56,12 +55,16 @@ def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
 
 def grammar_of(schema: dict[str, Any]) -> str:
     """What a router sends."""
+    import xgrammar
+
     text = json.dumps(schema)
     return xgrammar.Grammar.from_json_schema(text, any_whitespace=False).serialize_json()
 
 
 def serialized(ebnf: str) -> str:
     """The same of EBNF."""
+    import xgrammar
+
     return xgrammar.Grammar.from_ebnf(ebnf).serialize_json()
 
 

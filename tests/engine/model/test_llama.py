@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import LlamaForCausalLM as TheirLlama
 
 from bench.parity import LOGIT_TOLERANCE, compare_with_transformers
 from engine.batch import ForwardBatch, pack_forward_batch
@@ -70,6 +69,8 @@ def pool_of(model: ServedModel) -> KVPool:
 
 
 def their_logits(checkpoint: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+    from transformers import LlamaForCausalLM as TheirLlama
+
     theirs: Any = TheirLlama.from_pretrained(checkpoint, dtype=dtype).eval()
     with torch.inference_mode():
         logits: Tensor = theirs(torch.tensor(TOKENS)[None]).logits[0].float()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import openai
+from typing import TYPE_CHECKING
+
 import pytest
 
 from tests.router.conftest import ANSWER, MODEL, Cluster
 from tests.waiting import until
+
+if TYPE_CHECKING:
+    import openai
 
 MESSAGES = [{"role": "user", "content": "say hello"}]
 

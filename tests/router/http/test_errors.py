@@ -128,6 +128,27 @@ async def test_bodies_that_are_no_json_object(http, cluster: Cluster, body: byte
     assert "JSON" in error["message"]
 
 
+@pytest.mark.parametrize("half", [r"\ud83d", r"\ude00", r"\ude00\ud83d"])
+async def test_half_a_character_is_refused_before_anything_is_answered(
+    http, cluster: Cluster, half: str
+) -> None:
+    turn = f'"messages": [{{"role": "user", "content": "{half}"}}]'
+    tool = f'{{"type": "function", "function": {{"name": "f", "description": "{half}"}}}}'
+    for path, field in (
+        ("/v1/chat/completions", turn),
+        ("/v1/chat/completions", f'"messages": [], "tools": [{tool}]'),
+        ("/v1/completions", f'"prompt": "x", "stop": ["{half}"]'),
+        ("/v1/responses", f'"input": "{half}"'),
+        ("/v1/messages", f'"max_tokens": 9, {turn}'),
+    ):
+        for stream in ("true", "false"):
+            body = f'{{"model": "{MODEL}", {field}, "stream": {stream}}}'
+            async with http.post(path, data=io.BytesIO(body.encode())) as response:
+                assert response.status == 400, path
+                assert "surrogate" in await response.text()
+    assert cluster.prefill.seen == []
+
+
 async def test_a_body_that_is_not_encoded_as_it_says(http, cluster: Cluster) -> None:
     headers = {"Content-Encoding": "gzip"}
     async with http.post("/v1/completions", data=b"plain", headers=headers) as response:

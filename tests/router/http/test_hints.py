@@ -134,6 +134,24 @@ async def test_refusals_of_earlier_turns_are_their_text(
         assert (await response.json())["error"]["param"] == "messages[0].content[0]"
 
 
+async def test_empty_turns_of_the_assistant_are_taken(
+    http: aiohttp.ClientSession, cluster: Cluster
+) -> None:
+    empty = {
+        "/v1/chat/completions": ["", None, [], [{"type": "text", "text": ""}]],
+        "/v1/responses": ["", [], [{"type": "output_text", "text": ""}]],
+        "/v1/messages": ["", [], [{"type": "text", "text": ""}]],
+    }
+    prompts = set()
+    for path, contents in empty.items():
+        for content in contents:
+            turns = [TURN, {"role": "assistant", "content": content}, TURN]
+            field = "input" if path == "/v1/responses" else "messages"
+            assert await ignored_by(http, path, {field: turns}) == []
+            prompts.add(prompt_of(cluster))
+    assert len(prompts) == 1
+
+
 async def test_a_hosted_tool_that_has_to_be_called_is_refused_by_name(
     http: aiohttp.ClientSession, cluster: Cluster
 ) -> None:

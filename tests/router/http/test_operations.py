@@ -66,6 +66,26 @@ async def test_metrics_count_what_happened(http, cluster: Cluster) -> None:
     assert values["pd_router_requests_in_flight{model=org/tiny-model}"] == 0
 
 
+async def test_no_client_makes_a_series(http, cluster: Cluster) -> None:
+    """Whatever stands where a label might come from: paths, methods, models, its own names."""
+
+    async def ask(word: str) -> set[str]:
+        own = {"user": word, "metadata": {"a": word}, "safety_identifier": word}
+        headers = {"x-request-id": word, "authorization": f"Bearer {word}", "x-tenant": word}
+        for body in ({**BODY, **own}, {**BODY, "model": word}, {**BODY, word: 1}):
+            await (await http.post("/v1/completions", json=body, headers=headers)).read()
+        for method, path in (
+            *(("GET", f"/{word}"), ("POST", f"/v1/{word}"), ("GET", f"/v1/models/{word}")),
+            *((word.upper(), "/v1/completions"), ("DELETE", "/v1/responses/" + word)),
+        ):
+            await (await http.request(method, path, headers=headers)).read()
+        return set(await metric_values(http))
+
+    first = await ask("alpha")
+    assert await ask("bravo") == first
+    assert not any("alpha" in name or "ALPHA" in name for name in first)
+
+
 async def test_status_has_the_rates_of_the_last_seconds(http, cluster: Cluster) -> None:
     async with http.get("/status") as response:
         assert (await response.json())["recent"]["ttft_p50_s"] is None

@@ -379,6 +379,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"temperature": 3}, "temperature"),
         ({"max_tokens": 3}, "max_tokens"),
+        ({"verbosity": "low"}, "verbosity"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_its_name(

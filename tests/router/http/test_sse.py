@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import aiohttp
-import openai
 import orjson
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +55,8 @@ async def test_tokens_that_come_together_are_one_write(http, cluster: Cluster) -
 
 async def test_a_long_wait_is_filled_with_comments(start_router: StartRouter) -> None:
     """Which no client takes for anything: the SDK's events are those of the answer alone."""
+    import openai
+
     cluster = await start_router(keep_alive_s=0.05)
     await cluster.add_pair()
     cluster.prefill.run_s = 0.3

@@ -7,16 +7,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import openai
 import pytest
 
 from runtime.pb import common_pb2
-from tests.router.conftest import MODEL, Cluster
+from tests.router.conftest import MODEL, Cluster, StartRouter
 from tests.router.http.test_tools import CALL_NOW, NOW, WEATHER, prompt_of, write_model_of_tools
 from tests.waiting import until
+
+if TYPE_CHECKING:
+    import openai
 
 USER = {"role": "user", "content": "hi"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [USER], "max_tokens": 4}
@@ -270,6 +272,32 @@ async def test_without_strict_what_cannot_be_followed_is_told(http, cluster: Clu
     assert answer["headers"]["x-tandem-ignored-fields"] == expected
 
 
+async def test_calls_that_write_keys_one_by_one_tell_the_same(
+    start_router: StartRouter, folder: Path
+) -> None:
+    cluster = await start_router(folder, tool_parser="glm-4.5")
+    await cluster.add_pair()
+    city = {"type": "string", "pattern": "^(?!x)"}
+    schema = {"type": "object", "properties": {"city": city}, "minProperties": 1}
+    function: dict[str, Any] = {"name": "now", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    async with aiohttp.ClientSession(cluster.url) as http:
+        body = {**CHAT, "tools": tools, "tool_choice": "required"}
+        answer = await post(http, "/v1/chat/completions", body)
+        places = [".properties.city.pattern", ".minProperties"]
+        expected = ", ".join(f"tools[0].function.parameters{place}" for place in places)
+        assert answer["headers"]["x-tandem-ignored-fields"] == expected
+        city["pattern"], function["strict"] = "^x", True
+        async with http.post("/v1/chat/completions", json=body) as response:
+            error = (await response.json())["error"]
+        assert error["param"] == "tools[0].function.parameters.minProperties"
+        # A tool that is not strict takes any arguments beside one that is.
+        del schema["minProperties"]
+        tools.append(WEATHER)
+        await post(http, "/v1/chat/completions", {**CHAT, "tools": tools})
+    assert literals(constraint_of(cluster).grammar).count("</arg_value>") > 1
+
+
 async def test_documents_of_schemas_have_white_space_where_it_is_asked_for(
     http, cluster: Cluster
 ) -> None:
@@ -338,6 +366,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
      "so does response_format"),
 ]  # fmt: skip
 REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"anyOf": [False]}}}],
+      "tool_choice": "required"}, "tools[0].function.parameters", "no object"),
     ({"tools": [NOW], "tool_choice": "required", "regex": "a"}, "tool_choice", "regex"),
     ({"tools": [NOW], "tool_choice": allowing("auto", "weather")}, "tool_choice", "none of tools"),
     ({"tools": [NOW], "tool_choice": allowing("any", "now")}, "tool_choice", '"required"'),

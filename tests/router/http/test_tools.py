@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
-import openai
 import pytest
 
 from router.http.conversation import new_reader, template_messages
@@ -20,6 +20,9 @@ from runtime.errors import PeerLostError
 from tests.router.conftest import MODEL, SPECIAL, Cluster, StartRouter, write_model
 from tests.router.text import templates
 from tests.waiting import until
+
+if TYPE_CHECKING:
+    import openai
 
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 USER = {"role": "user", "content": "weather?"}
@@ -259,6 +262,8 @@ async def test_a_call_ends_thoughts_that_nothing_else_ends(client, cluster: Clus
 
 
 async def test_no_more_calls_than_there_may_be(client, cluster: Cluster) -> None:
+    import openai
+
     cluster.answer = "\n".join([CALL] * 4)
     for options, number in (
         ({}, 4),
@@ -551,6 +556,8 @@ async def deepseek(start_router: StartRouter, tmp_path: Path) -> Cluster:
 
 
 async def test_deepseeks_marks_are_single_tokens_of_its_vocabulary(deepseek: Cluster) -> None:
+    import openai
+
     begin, end = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
     calls = f"{begin}weather<\uff5ctool\u2581sep\uff5c>{ARGUMENTS}{end}"
     region = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"

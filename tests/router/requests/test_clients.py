@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import openai
 import pytest
 
 from router.pool.members import Member, Role, WorkerKey
@@ -111,6 +110,8 @@ async def test_a_cancelled_call_lets_its_channel_go(served) -> None:
 
 @pytest.mark.slow
 async def test_a_lease_that_ran_out_cuts_no_prefill(start_router: StartRouter) -> None:
+    import openai
+
     cluster = await start_router(lease_ttl_s=2.0)
     prefill = await cluster.add_prefill()
     await cluster.add_decode()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +21,9 @@ from runtime.sampling import FinishReason, SamplingParams
 from tests.router.conftest import MODEL, Cluster
 from tests.router.fakes import FakeDecode, Reserved
 from tests.waiting import until
+
+if TYPE_CHECKING:
+    import openai
 
 # Of a step: drafts that it verified, and those that were right.
 STEP = st.integers(0, 3).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n)))

@@ -6,7 +6,6 @@ import asyncio
 import time
 
 import aiohttp
-import openai
 import orjson
 import pytest
 
@@ -115,6 +114,8 @@ async def test_a_request_fault_is_not_repeated(http, cluster: Cluster) -> None:
 
 
 async def test_an_error_in_the_middle_of_a_stream(client, cluster: Cluster) -> None:
+    import openai
+
     cluster.decode.fail_after = 3
     stream = await client.completions.create(**BODY, stream=True)
     texts = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -11,7 +12,7 @@ import pytest
 
 from router.text.calls.dsml import DSML
 from router.text.calls.formats import CALL_FORMATS
-from router.text.calls.forms import ToolForm
+from router.text.calls.forms import ToolForm, written_by_key
 from router.text.grammar.forms import (
     Form,
     MarkForms,
@@ -21,7 +22,7 @@ from router.text.grammar.forms import (
     one_of,
     with_reasoning,
 )
-from router.text.grammar.schema import canonical
+from router.text.grammar.schema import canonical, objects_of
 from router.text.grammar.schema_errors import SchemaError
 from router.text.marks import MarkTable
 from router.text.reasoning import Start
@@ -234,16 +235,120 @@ def test_a_document_or_a_call() -> None:
     assert not writer.takes('{"name": "now"}')
 
 
+NODE = {"a": {"type": "string", "maxLength": 3}, "next": {"$ref": "#/$defs/Node"}}
+COUNT = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+UNIONS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        {
+            "$ref": "#/$defs/Node",
+            "$defs": {"Node": {"type": "object", "properties": NODE, "required": ["a"]}},
+        },
+        [{"a": "12"}, {"a": "x", "next": {"a": "y"}}],
+    ),
+    (
+        {
+            "anyOf": [{"type": "string"}, {"$ref": "#/$defs/n"}, {"oneOf": [False, {"$ref": "#"}]}],
+            "$defs": {"n": COUNT},
+        },
+        [{"n": 7}],
+    ),
+    ({"enum": ["x", {}, {"a": 1, "b": ["c"]}]}, [{}, {"a": 1, "b": ["c"]}]),
+    ({"type": ["string", "object"], "properties": {"a": {"type": "null"}}}, [{}, {"a": None}]),
+]
+"""Arguments of which not all are objects at first sight, and some that are."""
+
+
+def written(name: str, arguments: dict[str, Any], table: MarkTable) -> list[int | str]:
+    """A call of ``f`` in a format that writes keys one by one, each value as JSON."""
+    if name == "glm-4.5":
+        fields = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{json.dumps(value)}</arg_value>\n"
+            for key, value in arguments.items()
+        )
+        text = f"<tool_call>f\n{fields}</tool_call>"
+    else:
+        fields = "".join(
+            f'<{DSML}parameter name="{key}" string="false">{json.dumps(value)}</{DSML}parameter>\n'
+            for key, value in arguments.items()
+        )
+        call = f'<{DSML}invoke name="f">\n{fields}</{DSML}invoke>'
+        text = f"<{DSML}function_calls>\n{call}\n</{DSML}function_calls>"
+    ids = {mark: token for token, mark in table.by_id.items()}
+    found = re.split(f"({'|'.join(map(re.escape, ids))})", text)
+    return [ids.get(part, part) for part in found if part]
+
+
+@pytest.mark.parametrize(("schema", "documents"), UNIONS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_are_objects_whatever_their_schema_lets_in(
+    name: str, schema: dict[str, Any], documents: list[dict[str, Any]]
+) -> None:
+    tool = ToolForm(name="f", param="x", arguments=objects_of(canonical(schema)))
+    table, shape = by_id(name), CALL_FORMATS[name].shape
+    writer = Writer(shape.calls([tool], MarkForms(table), only_one=True))
+    for document in documents if shape.by_key else []:
+        assert writer.takes(written(name, document, table)), document
+    finished = 0
+    for seed in range(6):
+        output = writer.write(random.Random(seed))
+        if output is not None:
+            found = read_output(name, table, output, None, offered={"f": schema})
+            ((_, arguments),) = found.calls
+            assert isinstance(json.loads(arguments), dict)
+            jsonschema.validate(json.loads(arguments), schema)
+            finished += 1
+    assert finished
+
+
+@pytest.mark.parametrize("schema", [{"anyOf": [False, {"type": "null"}]}, False, {"enum": ["a"]}])
+def test_arguments_that_are_no_object_are_refused(schema: Any) -> None:
+    with pytest.raises(SchemaError, match="lets in no object"):
+        objects_of(canonical(schema))
+
+
 @pytest.mark.parametrize("name", ["glm-4.5", "deepseek-v3.2"])
-def test_arguments_that_keys_and_values_cannot_say_are_refused(name: str) -> None:
-    key = {"glm-4.5": "a<b", "deepseek-v3.2": 'a"b'}[name]
-    for schema, problem in (
-        ({"anyOf": [{"type": "object"}, {}]}, "object with properties"),
-        ({"type": "object", "properties": {key: {"type": "string"}}}, "a name that"),
+def test_keys_that_no_schema_names_may_be_any(name: str) -> None:
+    table, shape = by_id(name), CALL_FORMATS[name].shape
+
+    def writer_of(schema: dict[str, Any]) -> Writer:
+        tool = ToolForm(name="f", param="x", arguments=objects_of(canonical(schema)))
+        return Writer(shape.calls([tool], MarkForms(table), only_one=True))
+
+    open_one, closed = writer_of({"type": "object"}), writer_of({"additionalProperties": False})
+    for document in ({}, {"a": 1}, {"a b": ["x"], "c": {"d": None}}):
+        assert open_one.takes(written(name, document, table))
+        assert closed.takes(written(name, document, table)) is (not document)
+        output = open_one.write(random.Random(len(document)))
+        assert output is not None
+        ((_, arguments),) = read_output(name, table, output, None, offered={"f": {}}).calls
+        assert isinstance(json.loads(arguments), dict)
+
+
+def test_what_calls_by_key_cannot_follow_is_left_out_or_refused() -> None:
+    for schema, name in (
+        ({"properties": {"a": {}}, "minProperties": 1}, "minProperties"),
+        ({"properties": {"a": {}}, "maxProperties": 0, "minProperties": 0}, "maxProperties"),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, "additionalProperties"),
+        ({"anyOf": [{"type": "object"}, {"propertyNames": {"maxLength": 3}}]}, "propertyNames"),
     ):
-        tool = ToolForm(name="f", param="x", arguments=canonical(schema))
-        with pytest.raises(SchemaError, match=problem):
-            CALL_FORMATS[name].shape.calls([tool], MarkForms(by_id(name)), only_one=True)
+        found = objects_of(canonical(schema))
+        assert written_by_key(found, lenient=True).left_out == ((name,),)
+        with pytest.raises(SchemaError, match="is not followed") as caught:
+            written_by_key(found, lenient=False)
+        assert caught.value.path == (name,)
+    plain = objects_of(
+        canonical({"properties": {"a": {}}, "additionalProperties": {"type": "null"}})
+    )
+    assert written_by_key(plain, lenient=False) == plain
+
+
+@pytest.mark.parametrize("name", ["glm-4.5", "deepseek-v3.2"])
+def test_a_name_that_a_format_cannot_write_is_refused(name: str) -> None:
+    key = {"glm-4.5": "a<b", "deepseek-v3.2": 'a"b'}[name]
+    schema = {"type": "object", "properties": {key: {"type": "string"}}}
+    tool = ToolForm(name="f", param="x", arguments=canonical(schema))
+    with pytest.raises(SchemaError, match="a name that"):
+        CALL_FORMATS[name].shape.calls([tool], MarkForms(by_id(name)), only_one=True)
 
 
 def test_a_key_that_may_not_be_there_is_not_written() -> None:
