@@ -6,6 +6,7 @@ It has never learnt JSON, so nothing but the grammars makes it write any.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from enum import Enum
@@ -16,6 +17,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
+from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from tests.integration.cluster import Cluster
 from tests.integration.test_messages import folder
@@ -218,3 +220,32 @@ def test_several_choices_each_parse(client: openai.OpenAI) -> None:
     )
     for choice in answer.choices:
         jsonschema.validate(json.loads(choice.message.content or ""), WEATHER)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("bound", [60, 128, 129])
+def test_a_bounded_string_is_json_whatever_is_likely(
+    client: openai.OpenAI, folder: Path, bound: int
+) -> None:
+    """Backslashes here; and no log-probability is endless, of which JSON has no word."""
+    backslash = Tokenizer.from_dir(folder).encode("\\", add_special_tokens=False)[0]
+    schema = {"type": "object", "required": ["k"], "additionalProperties": False}
+    schema |= {"properties": {"k": {"type": "string", "maxLength": bound}}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "k", "schema": schema}}
+    form["json_schema"]["strict"] = True
+    answer = client.chat.completions.create(
+        **REQUEST,
+        response_format=form,
+        logit_bias={str(backslash): 30},
+        logprobs=True,
+        top_logprobs=20,
+        extra_body=ANSWERS,
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    text = json.loads(choice.message.content or "")["k"]
+    assert "\\" in text
+    assert len(text) <= bound
+    assert choice.logprobs is not None
+    for entry in choice.logprobs.content or ():
+        assert all(math.isfinite(each.logprob) for each in (entry, *entry.top_logprobs))
