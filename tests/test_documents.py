@@ -16,7 +16,7 @@ from tests.runtime.exports import make_exports
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     ROOT / "engine" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
