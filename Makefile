@@ -21,6 +21,8 @@ SOURCES := $(PACKAGES) tools scripts tests
 KERNELS := .venv-kernels
 # Apart as well: others' clients, with whatever they want to have beside them.
 CLIENTS := .venv-clients
+# Apart as well: pip-audit.
+SCAN := .venv-scan
 # Has pip and uv, and makes and fills the others.
 UV := .venv-uv
 RUNS := $(KERNELS)/runs
@@ -31,7 +33,7 @@ INSTALL = $(UV)/bin/python -m scripts.install
 .DEFAULT_GOAL := help
 .PHONY: help up down test nightly nightly-test images-test mutants kernels-check quick check lint types imports \
 	budgets proto proto-check api-docs api-docs-check chart-files format properties soak gpu-test \
-	clients-test locks locks-check sbom image-digests install install-dev clean
+	clients-test locks locks-check sbom scan image-digests install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
@@ -53,8 +55,9 @@ help:
 	@echo "make locks      lock what pyproject.toml asks for (UPGRADE=1: at the newest versions)"
 	@echo "make locks-check  whether the locks are up to date and the public index has all of them"
 	@echo "make sbom       write bills of materials (CycloneDX) of what runs into build/sbom"
+	@echo "make scan       look the locks up in PyPI's database of known vulnerabilities (needs pypi.org)"
 	@echo "make image-digests  write the digests of the images' bases into the Dockerfiles"
-	@echo "make clean      remove .venv, .venv-kernels, .venv-clients, .venv-uv, .prometheus-3 and caches"
+	@echo "make clean      remove .venv, .venv-kernels, .venv-clients, .venv-scan, .venv-uv, .prometheus-3 and caches"
 
 up: install
 	$(BIN)/tandem up $(CONFIG)
@@ -159,6 +162,15 @@ sbom: install-dev
 			--output-reproducible -o build/sbom/$$lock.cdx.json requirements/$$lock.txt || exit 1; \
 	done
 
+# All locks, also behind one with a finding. Strict: a package that the database does not know is a failure,
+# as it is where an index answers in the place of pypi.org.
+scan: $(SCAN)/.installed
+	@status=0; for lock in requirements/*.txt; do \
+		echo "$$lock"; \
+		$(SCAN)/bin/pip-audit --strict --require-hashes --disable-pip --progress-spinner off \
+			-r $$lock || status=1; \
+	done; exit $$status
+
 image-digests:
 	scripts/image_digests.sh
 
@@ -191,6 +203,12 @@ $(CLIENTS)/.installed: requirements/clients.txt | $(UV)/.installed
 	@$(INSTALL) $(CLIENTS) requirements/clients.txt $(PIP_ARGS)
 	@touch $@
 
+# It asks for no PyTorch: --cuda leaves a CPU build of it out.
+$(SCAN)/.installed: requirements/scan.txt | $(UV)/.installed
+	@echo "installing pip-audit into $(SCAN)"
+	@$(INSTALL) $(SCAN) requirements/scan.txt --cuda $(PIP_ARGS)
+	@touch $@
+
 $(VENV)/.installed: pyproject.toml requirements/runtime.txt | $(UV)/.installed
 	@echo "installing dependencies into $(VENV) (a minute or more the first time)"
 	@$(INSTALL) $(VENV) requirements/runtime.txt --editable . $(PIP_ARGS)
@@ -202,6 +220,6 @@ $(VENV)/.installed-dev: pyproject.toml requirements/dev.txt | $(UV)/.installed
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(KERNELS) $(CLIENTS) $(UV) .prometheus-3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(KERNELS) $(CLIENTS) $(SCAN) $(UV) .prometheus-3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,7 +34,7 @@ H200_STEPS = StepTimes(
     decode_step_s=0.0249,
     decode_request_s=0.000128,
 )
-"""Prefill with shared heads: 115 ms for 4,096 tokens, 342 ms for 16,384. Decode: 33.1 ms for 64
+"""Tensor-parallel prefill: 115 ms for 4,096 tokens, 342 ms for 16,384. Decode: 33.1 ms for 64
 requests a rank, 41.3 ms for 128. Both from bench/results/2026-11-23-two-gpus-2xh200.md."""
 H200_PROMPTS = StepTimes(
     prefill_step_s=0.008, prefill_token_s=1 / 53_700, decode_step_s=0.042, decode_request_s=0.0

@@ -1,7 +1,7 @@
 """Small arrays to the device and small results back, without making the host wait.
 
 A copy from or to ordinary memory stops the host until the stream has come to it, and then nothing
-can be launched ahead of a running step. So both ways go through page-locked memory. It comes from
+can be launched ahead of a running step. So both ways go through pinned memory. It comes from
 PyTorch's cache of such memory, which records an event behind every copy and hands a piece out again
 only after that event; nobody here has to remember what is still in flight. On a CPU nothing is
 copied: arrays and tensors share their memory.

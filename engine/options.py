@@ -32,7 +32,7 @@ class Switch(StrEnum):
 
 
 class DispatcherKind(StrEnum):
-    """How tokens travel to experts; see `engine.parallel.choose_dispatcher`.
+    """How tokens are dispatched to experts; see `engine.parallel.choose_dispatcher`.
 
     `COLLECTIVES` is what the process groups can do: nothing is opened. `NVLINK` and `GATHERED` are
     for steps of fixed shapes.
@@ -129,7 +129,7 @@ class TokenSteps:
         overlap_shared_expert: run the shared expert while tokens are routed and travel, on a GPU
             on a stream of its own.
         dependent_launches: bring a kernel onto a Hopper GPU while the one before it runs (PDL).
-        dispatcher: how tokens travel to experts on GPUs.
+        dispatcher: how tokens are dispatched on GPUs.
         max_tokens_per_rank: most tokens that a GPU rank sends to experts in a step; sizes the
             buffers of all ranks.
         num_speculative_tokens: drafts of a request and step; its last token and they are the rows

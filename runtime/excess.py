@@ -1,4 +1,4 @@
-"""Whether a figure is too much: beside the other ranks, and by what it varies by. Pure.
+"""Outlier tests: a figure against the other ranks, and against its own variation. Pure.
 
 The reference is the lower median over the ranks, which half of them may leave without moving it.
 How far from it is too far: a few percent of the work; several times what the figure varies by from

@@ -33,7 +33,7 @@ class Phase(enum.IntEnum):
     DISPATCH = 1
     """Attention and gate, before the dispatch of every further layer."""
     COMBINE = 2
-    """The experts' GEMMs, before the way home."""
+    """The experts' GEMMs, before combine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

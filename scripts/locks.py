@@ -55,6 +55,7 @@ LOCKS = {
     "gpu": Lock(extras=("gpu", "s3", "tracing"), like="dev", target=_HOPPER_HOST),
     "kernels": Lock(groups=("kernels",), project=False, like="dev"),
     "clients": Lock(groups=("clients",), project=False),
+    "scan": Lock(groups=("scan",), project=False),
     "uv": Lock(groups=("uv",), project=False),
 }
 

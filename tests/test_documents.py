@@ -16,7 +16,7 @@ from tests.runtime.exports import make_exports
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     ROOT / "engine" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
@@ -59,6 +59,11 @@ ODD_PHRASES = re.compile(
     | shared\ heads                 # tensor-parallel
     | multiprocessors               # SMs
     | page-locked                   # pinned
+    | canar(y|ies)                  # a trailer with a checksum
+    | (tokens|rows)\ travel         # are dispatched
+    | asked\ about | (bound|asking)\ rows?    # the last accepted row, constrained requests
+    | steps\ of\ (suffixes|prompts) # suffix steps, prompt steps
+    | alarms?\ for\ nothing        # false alarms
     """,
     re.VERBOSE | re.IGNORECASE,
 )

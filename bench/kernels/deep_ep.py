@@ -180,7 +180,7 @@ def time_in_graph(bench: Bench, name: str, dispatcher: Any, num_tokens: int) -> 
 
 
 def measure_normal(bench: Bench, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Check and time the normal mode for each number of multiprocessors."""
+    """Check and time the normal mode for each number of SMs."""
     results = []
     for num_sms in options.sms:
         shape = NormalShape(

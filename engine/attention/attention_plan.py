@@ -1,7 +1,7 @@
 """Which sequences of a step attend together, and in which of MLA's two forms.
 
 Decompressed: expand the latents of the context to per-head keys and values, once, then attend with
-heads of N + R and V numbers. Absorbed: carry the queries into the latent space and attend there
+heads of N + R and V numbers. Absorbed: absorb W_UK into the queries and attend there
 with C + R numbers, without expanding anything. The first pays per context token, the second per
 (query, context) pair; so few queries want the absorbed form and long chunks the decompressed one.
 The plan is made once a step and used by every layer. How absorbed sequences attend together is in

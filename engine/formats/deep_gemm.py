@@ -3,7 +3,7 @@
 Activations carry one scale per 128 neighbours, weights one per 128 x 128 block; sums are made in
 float32 and returned as bfloat16. The library compiles at first use, some seconds for each shape
 (N, K) and tile, into `DG_JIT_CACHE_DIR`. It chooses the tile by the number of rows, in blocks of
-64: by how well they fill the multiprocessors, so neighbours of any size may differ. Whatever rows
+64: by how well they fill the SMs, so neighbours of any size may differ. Whatever rows
 are to come has to be run ahead (`engine.boot.warm_up`).
 """
 
@@ -49,7 +49,7 @@ def dependent_launches() -> Iterator[None]:
 
 @contextmanager
 def on_few_multiprocessors(number: int) -> Iterator[None]:
-    """Launch the library's kernels on so many multiprocessors in this block, behind all others.
+    """Launch the library's kernels on so many SMs in this block, behind all others.
 
     Its programs stay until all tiles are done and leave no room beside them, so a product of the
     whole GPU keeps every other kernel waiting. Whatever the thread.

@@ -1,4 +1,4 @@
-"""How the tokens of a rank travel to experts: chosen once, before its model is built.
+"""How tokens are dispatched to experts: chosen once, before its model is built.
 
 Called while a worker or a measurement boots, and by a model that was given no dispatcher; all ranks
 call, because some ways open memory together. Whoever calls closes what was opened, all ranks

@@ -1,4 +1,4 @@
-"""Decode: few tokens travel to the ranks of their experts by DeepEP, in fixed shapes.
+"""Decode: few tokens are dispatched to the ranks of their experts by DeepEP, in fixed shapes.
 
 What arrives already stands in the masked layout, quantised on the way, and the way home sums a
 token's rows weighted: nothing is placed or weighted here. The key idea: no number of rows ever

@@ -1,8 +1,8 @@
-"""Prefill with data-parallel attention: tokens travel to the ranks of their experts by DeepEP.
+"""Prefill with data-parallel attention: DeepEP dispatches tokens to the ranks of their experts.
 
 A token is sent once to every rank that holds any of its experts, in FP8. What arrives is one row
 per token; here it is copied to the rows of its local experts, and the experts' results are summed,
-weighted, into one row per token before they travel home, where the library adds up the ranks' rows
+weighted, into one row per token before combine, where the library adds up the ranks' rows
 and the rank's own term. The key idea: the library's counts of received rows are exact and reach the
 host while another micro-batch computes, so the GEMMs are as large as the work, and no larger.
 

@@ -1,4 +1,4 @@
-"""How the data-parallel ranks of one instance keep step: one message of fixed shape before each.
+"""How the data-parallel ranks of one instance synchronise: one message of fixed shape before each.
 
 The same for prefill and decode; what a step is, and when its results are read, their loops know.
 

@@ -2,7 +2,7 @@
 
 A dispatch returns rows for this rank's experts and a handle; a combine consumes the handle and the
 experts' output. Both are started and waited for, so that other work covers the journey. The key
-idea: the MoE layer is the same whichever way tokens travel, and an implementation is chosen once,
+idea: the MoE layer is the same however tokens are dispatched, and an implementation is chosen once,
 when the model is built.
 
 Legend: T tokens of this rank, D hidden size, K experts per token, L local physical experts,
@@ -22,7 +22,7 @@ Handle = TypeVar("Handle")
 
 
 class TokenDispatcher(Protocol[Handle]):
-    """One way for tokens to travel. Each dispatch is followed by its combine.
+    """One way to dispatch tokens. Each dispatch is followed by its combine.
 
     Ranks make the same calls in the same order. Two micro-batches of prefill may be under way at a
     time; steps of decode start a transfer when the one before it has been waited for.

@@ -1,4 +1,4 @@
-"""The listening socket of a transport, and those who have not said yet who they are.
+"""The listening socket of a transport, and connections that have not sent their hello.
 
 One thread serves all of them: a stranger costs a file descriptor and a few hundred bytes, never a
 thread. So many may wait at once (with TLS their handshake counts as part of their hello); when one

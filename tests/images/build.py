@@ -6,6 +6,7 @@ the build. The folder has then what a test needs to run the image:
 
 - ``root``: the image's file system
 - ``image.json``: what the image says of itself
+- ``image.tar``: the image as an OCI archive, and its provenance (``scripts/provenance.py``)
 - ``storage``: buildah's own, with a container of the image by the name in ``CONTAINER``
 
 Needs root, and Debian's packages ``buildah`` and ``debootstrap``.
@@ -14,6 +15,7 @@ Needs root, and Debian's packages ``buildah`` and ``debootstrap``.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -22,6 +24,8 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from scripts import provenance
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCKERFILE = REPOSITORY / "deploy" / "docker" / "Dockerfile.cpu"
@@ -77,6 +81,22 @@ def build(folder: Path) -> None:
     config = json.loads(run(buildah(folder, "inspect", "--type", "image", IMAGE)))
     (folder / "image.json").write_text(json.dumps(config["OCIv1"]["config"]))
     (folder / "root").symlink_to(run(buildah(folder, "mount", CONTAINER)))
+    write_provenance(folder, base)
+
+
+def write_provenance(folder: Path, base: Path) -> None:
+    """Write the image as an archive, and what it was made of; unsigned: the key is a user's."""
+    archive = folder / "image.tar"
+    archive.unlink(missing_ok=True)
+    run(
+        buildah(folder, "push", "--quiet", "--disable-compression", IMAGE, f"oci-archive:{archive}")
+    )
+    with base.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    said = provenance.statement(
+        archive, DOCKERFILE, builder="urn:buildah", base=f"{BASE}@sha256:{digest}"
+    )
+    provenance.write(folder / "image.tar.provenance.json", said, key=None)
 
 
 def make_base(archive: Path) -> None:

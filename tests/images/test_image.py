@@ -7,6 +7,7 @@ the tests of ``tests/pods`` are then run in it as well.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import time
@@ -17,6 +18,7 @@ import aiohttp
 import pytest
 
 from deploy.ports import free_port
+from scripts.provenance import manifest_digest
 from tests.images.build import CONTAINER, buildah, why_not
 from tests.integration.client import complete
 from tests.pods.container import IMAGE_USER
@@ -47,6 +49,12 @@ def test_the_image_runs_as_a_user_that_may_write_nothing_of_it() -> None:
     assert said("sh", "-c", "tandem --version").startswith("tandem")
     writable = "find /opt /usr /etc -writable -not -type l"
     assert said("sh", "-c", f"{writable} 2>/dev/null || true") == ""
+
+
+def test_the_image_has_its_provenance() -> None:
+    archive = Path(BUILT) / "image.tar"
+    said = json.loads(archive.with_name("image.tar.provenance.json").read_text(encoding="utf-8"))
+    assert said["subject"][0]["digest"] == {"sha256": manifest_digest(archive)}
 
 
 @pytest.fixture

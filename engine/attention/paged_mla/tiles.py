@@ -53,7 +53,7 @@ class PagedTile:
         block_n: positions of a step, a power of two of at least 16.
         num_warps: of a program.
         num_stages: steps in flight, the one being multiplied included.
-        per_sm: programs that share a multiprocessor.
+        per_sm: programs that share an SM.
         is_hopper: whether the kernels for Hopper run it (`hopper_kernel`), of which there is one
             tile.
     """

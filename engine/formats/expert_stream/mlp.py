@@ -25,7 +25,7 @@ class ExpertStream:
     """Runs the MLPs that its table has tiles for."""
 
     def __init__(self, table: tuple[StreamTiles, ...], num_sms: int) -> None:
-        """Take tiles by rows, fewest first, and the GPU's multiprocessors."""
+        """Take tiles by rows, fewest first, and the GPU's SMs."""
         self._table = table
         self._num_sms = num_sms
 

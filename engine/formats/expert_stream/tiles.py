@@ -2,7 +2,7 @@
 
 A tile has two blocks of a weight's rows and one of activations; see `kernel`. What bounds the
 choice is shared memory: what does not hold steps in flight is wasted, and memory needs about 32 KiB
-on their way to each multiprocessor to be busy.
+on their way to each SM to be busy.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class StreamTile:
         unroll: groups of 128 along K that are one step.
         num_warps: of a program.
         num_stages: steps in flight, the one being multiplied included.
-        per_sm: programs that share a multiprocessor.
+        per_sm: programs that share an SM.
     """
 
     block_m: int

@@ -104,7 +104,7 @@ def _preferred(shape: ProductShape, limits: DeviceLimits) -> TileConfig:
     num_m = -(-shape.num_rows // block_m)
     if shape.layout is RowLayout.MASKED:
         num_m *= shape.num_experts
-    # Narrower while there would be idle multiprocessors.
+    # Narrower while there would be idle SMs.
     block_n = 128
     while block_n > 32 and num_m * -(-shape.num_columns // block_n) < limits.num_sms:
         block_n //= 2

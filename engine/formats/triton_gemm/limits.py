@@ -6,7 +6,7 @@ from typing import Final
 import torch
 
 RESERVED_SHARED_MEMORY: Final = 1024
-"""Bytes of a multiprocessor's shared memory that CUDA keeps for each program."""
+"""Bytes of an SM's shared memory that CUDA keeps for each program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class DeviceLimits:
     Attributes:
         sm: compute capability, major * 10 + minor.
         shared_memory: bytes that one program may use; at least 48 KiB on every GPU.
-        num_sms: multiprocessors.
+        num_sms: SMs.
     """
 
     sm: int

@@ -40,7 +40,7 @@ from engine.kernels.fused.truncation import (
 CANDIDATES = 8192
 """Room for the candidates of a row; more are not set apart."""
 FEW_ROWS = 132
-"""Multiprocessors of an H200: so many rows have one each, and get programs twice as wide."""
+"""SMs of an H200: so many rows have one each, and get programs twice as wide."""
 MOST_SIZE = tl.constexpr(1e4)
 """Of a peak in units of log(2), up to which float32 bounds the noise well enough."""
 
@@ -298,7 +298,7 @@ def choose_tokens(
     counters = torch.empty(num_rows, dtype=torch.int32, device=values.device)
     num_warps = 32 if num_rows <= FEW_ROWS else 16
     lanes = 256 * num_warps
-    # At most 64 registers: all that a multiprocessor has for 32 warps.
+    # At most 64 registers: all that an SM has for 32 warps.
     _choose[(num_rows,)](
         values, values.stride(0), seen, *edits, slot, output_index, mixed_seed, temperature, top_p,
         min_p.log(), top_k, repetition, frequency, presence, kept, kept_ids, counters, out,

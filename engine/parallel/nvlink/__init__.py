@@ -1,7 +1,7 @@
 """What ranks of one NVLink host send one another, by stores into peers' memory.
 
 Expert dispatch and combine, for decode: few tokens, fixed shapes, nothing that the host reads. And
-the sums and gathers of prefill with shared heads (`reduce_scatter`, `all_gather`), by the same
+the sums and gathers of tensor-parallel prefill (`reduce_scatter`, `all_gather`), by the same
 counters; what experts return goes home by the same kernels in both (`sums`). Not for ranks of
 several hosts. The key idea of a dispatch: a token travels once to each
 *rank* that holds some of its experts, not once to each expert, and comes home as one row, which is

@@ -1,6 +1,6 @@
 """All-gathers between the GPUs of one NVLink host, by stores into peers' memory.
 
-For prefill with shared heads, beside the sums of `reduce_scatter`. A transfer is one of the
+For tensor-parallel prefill, beside the sums of `reduce_scatter`. A transfer is one of the
 package: *send* writes this rank's rows into every buffer, the own one too, *receive* waits until
 all have come, and what it returns is the buffer itself: nobody copies. There is a lane, with
 counters and memory of its own, for each width of rows; it is set up when such rows are first sent,

@@ -1,6 +1,6 @@
 """Sums over the GPUs of one NVLink host, of which each gets its share of the rows.
 
-For prefill with shared heads, whose ranks end every half layer with a part of a sum for all tokens.
+For tensor-parallel prefill, whose ranks end every half layer with a part of a sum for all tokens.
 A transfer is one of the package: *send* writes each peer's rows of the part into that peer's
 buffer, *receive* waits for all of them and adds up, in float32 and in the order of ranks, with what
 the rank adds of its own. A library's ring passes sums on from rank to rank, rounded at every hop,

@@ -20,7 +20,7 @@ from engine.parallel.nvlink.signals import await_all, pointer, record_of, signal
 from engine.parallel.nvlink.window import Window
 
 RECEIVERS = 512
-"""Programs of a receive, about: four of four warps on each multiprocessor of a large GPU."""
+"""Programs of a receive, about: four of four warps on each SM of a large GPU."""
 
 
 @triton.jit
