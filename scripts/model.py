@@ -87,14 +87,16 @@ BASES = {
         "REPEATED_CLOSINGS": 1,
     },
     "hasty": {"REQS": 2, "TRIES": 1, "HASTY": 1, "CLIENTS_LEAVE": 1, "MAY_FAIL": 1},
-    "failed-post": {
+    "failed-post": {"REQS": 1, "TRIES": 3, "PARTS": 2, "FAILED_POSTS": 1},
+    # The next ticket of a writer is issued while it is shut out, which may cost all attempts.
+    "fence": {
         "REQS": 1,
-        "TRIES": 3,
-        "PARTS": 2,
+        "TRIES": 2,
         "SETS": 2,
         "SLOTS": 2,
         "FAILED_POSTS": 1,
         "CLIENTS_LEAVE": 1,
+        "MAY_FAIL": 1,
     },
     "prefill-killed": {**ONE_CRASH, "PREFILL_ENDS": 1},
     "prefill-leaves": {**ONE_CRASH, "LEAVES": 1},
@@ -106,7 +108,7 @@ SEEDS = {
     "NO_FENCE": "prefill-killed",
     "REUSE_NONCE": "cuts",
     "NO_QUARANTINE": "contention",
-    "NO_GENERATION": "failed-post",
+    "NO_GENERATION": "fence",
     "UNHEARD_SENDERS": "prefill-leaves",
     "CANCELS_ARE_FINAL": "cuts",
     "NO_REPLAY": "cuts",
