@@ -32,7 +32,7 @@ INSTALL = $(UV)/bin/python -m scripts.install
 
 .DEFAULT_GOAL := help
 .PHONY: help up down test nightly nightly-test images-test mutants kernels-check quick check lint types imports \
-	budgets proto proto-check api-docs api-docs-check chart-files format properties soak gpu-test \
+	budgets model proto proto-check api-docs api-docs-check chart-files format properties soak gpu-test \
 	clients-test locks locks-check sbom scan image-digests install install-dev clean
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo "make clients-test  run litellm, lm-eval, guidellm and aiperf against a cluster"
 	@echo "make kernels-check  run the Triton kernels on this CPU, in Triton's interpreter"
 	@echo "make check      lint, types, import direction, size budgets, what is generated"
+	@echo "make model      search the model of the hand-over with spin (docs/model)"
 	@echo "make format     rewrite the code in the common style"
 	@echo "make proto      generate runtime/pb from proto/"
 	@echo "make api-docs   write the endpoints and fields of docs/use/api.md"
@@ -128,6 +129,9 @@ imports: install-dev
 
 budgets: install-dev
 	$(BIN)/python -m pytest -q tests/test_budgets.py
+
+model: install-dev
+	$(BIN)/python scripts/model.py
 
 format: install-dev
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -96,6 +96,9 @@ class PrefillDriver:
             on_finished=self._on_finished(host, closing),
         )
         closing.push_async_callback(self._close_tickets)
+        self._tell_undrained = partial(
+            asyncio.get_running_loop().call_soon_threadsafe, runs.note_undrained
+        )
         self._loop = loop = self._make_loop(metrics)
         metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
         send.watch(host.registry)
@@ -278,6 +281,9 @@ class PrefillDriver:
                 await self._closer.flush()
 
     def _ticket_closed(self, closure: Closure) -> None:
+        if not closure.drained:
+            # Past the engine loop, which may have ended and then hears of nothing.
+            self._tell_undrained(closure.nonce)
         self._submit(RankClosed(0, closure))
 
     def _submit(self, command: Command) -> None:

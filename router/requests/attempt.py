@@ -262,8 +262,15 @@ class Attempt:
         try:
             await self._sink.ended
         except TandemError as error:
-            self.culprits = self._blamed(error)
-            raise
+            if error.code is not ErrorCode.CANCELLED:
+                self.culprits = self._blamed(error)
+                raise
+            # Not by us: we would hear no more. Prefill noticed before us that our connection broke,
+            # or decode's answer to `leave` was lost.
+            text = f"the request was cancelled, and not by its client: {error.message}"
+            failure = TransferFailedError(text)
+            self.culprits = self._blamed(failure)
+            raise failure from error
 
     def _time_left(self) -> float:
         return max(0.001, self._budget.left(self._loop.time()))
