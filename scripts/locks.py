@@ -55,6 +55,7 @@ LOCKS = {
     "gpu": Lock(extras=("gpu", "tracing"), like="dev", target=_HOPPER_HOST),
     "kernels": Lock(groups=("kernels",), project=False, like="dev"),
     "clients": Lock(groups=("clients",), project=False),
+    "fuzz": Lock(groups=("fuzz",), like="dev"),
     "uv": Lock(groups=("uv",), project=False),
 }
 
