@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from tests.fuzz import files, http_bodies, text, wire
+from tests.fuzz import files, http_bodies, messages, text, wire
 
-TARGETS = {**wire.TARGETS, **http_bodies.TARGETS, **text.TARGETS, **files.TARGETS}
+TARGETS = {
+    **wire.TARGETS,
+    **messages.TARGETS,
+    **http_bodies.TARGETS,
+    **text.TARGETS,
+    **files.TARGETS,
+}

@@ -1,4 +1,4 @@
-"""Targets: what a peer sends, on connections of calls and of KV, and as messages of streams."""
+"""Targets: what a peer sends on connections of calls and of KV."""
 
 from __future__ import annotations
 
@@ -33,37 +33,19 @@ from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.frames import FrameKind, Offer, receive_frame, send_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
 from kv_transfer.transports.sockets import ByteSocket
-from router.pool.cache_follower import CacheFollower, CacheFrameError
-from router.pool.members import WorkerKey, departure_from_proto, load_from_proto, member_from_proto
-from router.pool.prefix_index import PrefixIndex
-from router.requests.rows import RowSinks
-from runtime.block_hash import DIGEST_SIZE
 from runtime.call_connection import CallConnection, greeting, secret_of
 from runtime.call_server import CallServer, CarriedMethod
 from runtime.call_stream import CallStream, Method
 from runtime.errors import (
-    InternalError,
     LayoutMismatchError,
     TransferFailedError,
 )
 from runtime.net import Credentials
 from runtime.pb import (
-    cache_pb2,
     calls_pb2,
-    common_pb2,
-    decode_pb2,
-    prefill_pb2,
-    registry_pb2,
 )
 from runtime.sampling import PositionLogprobs
 from runtime.trace import TraceContext
-from runtime.wire import (
-    error_from_proto,
-    finish_reason_from_proto,
-    logprobs_from_proto,
-    sampling_from_proto,
-    standing_from_proto,
-)
 from tests.fuzz.target import Target
 
 MAX_MESSAGE_BYTES = 1 << 12
@@ -336,6 +318,9 @@ def kv_endpoints(data: bytes) -> None:
     assert KVLayout.parse(layout.describe()) == layout
 
 
+LAYOUT = KVLayout(
+    dtype=KVDtype.BFLOAT16, block_size=4, num_layers=2, num_mtp_layers=1, num_heads=1, head_width=8
+)
 SLOT = SlotLayout(max_top_logprobs=2, mtp_hidden_bytes=8, max_parts=1)
 
 
@@ -347,82 +332,6 @@ def kv_records(data: bytes) -> None:
     decode_record(body, SLOT)  # refused, but for one in four billion
     record = decode_record(body[:40] + struct.pack("<I", crc) + body[44:], SLOT)
     encode_record(record, SLOT)
-
-
-KEY = WorkerKey("w", 1, 0)
-STORED, REMOVED, CLEARED = b"\1", b"\2", b"\3"
-
-
-def _frame(**fields: Any) -> bytes:
-    return cache_pb2.CacheFrame(**fields).SerializeToString()
-
-
-def cache_events(data: bytes) -> None:
-    """The index has of a rank what its stream says, and nothing once that is not believed."""
-    index = PrefixIndex()
-    follower = CacheFollower(KEY, index)
-    for part in cut(data):
-        frame = cache_pb2.CacheFrame.FromString(part)
-        frame.worker.instance, frame.worker.epoch, frame.worker.rank = KEY
-        try:
-            for _ in follower.apply(frame):
-                assert index.num_blocks(KEY) == len(index.blocks(KEY))
-        except CacheFrameError:
-            follower.forget()
-            assert not index.num_blocks(KEY)
-        if frame.HasField("load"):
-            load_from_proto(frame.load)
-    assert index.num_blocks(KEY) == len(index.blocks(KEY))
-    index.remove(KEY)
-    while index.sweep(1):
-        pass
-    assert len(index) == 0
-
-
-class _Sink:
-    def on_token(self, index: int, token_id: int, now: float) -> None:
-        """Take it."""
-
-    def on_tokens(self, start_index: int, token_ids: list[int], now: float, num: int) -> None:
-        """Take them."""
-
-
-def frames_of_tokens(data: bytes) -> None:
-    """What a decode worker sends while it runs requests."""
-    frame = decode_pb2.Frame.FromString(data)
-
-    def fail(_: str, error: Exception) -> None:
-        raise error
-
-    rows = RowSinks(iter(range(1, 9)), lambda: 0.0, fail)
-    rows.attach("a", _Sink())
-    load_from_proto(frame.load)
-    for delta in frame.deltas:
-        error_from_proto(delta.error)
-        for each in delta.logprobs:
-            logprobs_from_proto(each)
-        finish_reason_from_proto(delta.finish_reason)
-    rows.deliver(frame.rows)
-
-
-def requests_of_routers(data: bytes) -> None:
-    """What a router asks of both roles."""
-    for parse in (decode_pb2.ReserveRequest.FromString, prefill_pb2.RunRequest.FromString):
-        try:
-            message: Any = parse(data)
-        except DecodeError:
-            continue
-        sampling_from_proto(message.sampling)
-        standing_from_proto(message.standing)
-
-
-def members(data: bytes) -> None:
-    """What workers and routers say of the pool."""
-    snapshot = registry_pb2.PoolSnapshot.FromString(data)
-    for departure in snapshot.departures:
-        departure_from_proto(departure)
-    for member in snapshot.members:
-        member_from_proto(member.worker, member.load)
 
 
 def traces(data: bytes) -> None:
@@ -472,10 +381,6 @@ _ANSWERS = calls_pb2.AnswerBatch(
         calls_pb2.CarriedAnswer(status_code=16, details="refused"),
     ]
 ).SerializeToString()
-_HASHES = bytes(range(2 * DIGEST_SIZE))
-_LAYOUT = KVLayout(
-    dtype=KVDtype.BFLOAT16, block_size=64, num_layers=2, num_mtp_layers=1, num_heads=1, head_width=8
-)
 _ENDPOINT = LoopbackEndpoint("p", "127.0.0.1", 1, 2, b"t" * 32, {"kv": RemoteRegion(b"k" * 16, 64)})
 _OFFER = Offer("nixl", b"a", (MemoryRegion("kv", 4096, 64, device=0),))
 _POST = encode_post(PostHeader(7, [WriteHeader(b"k" * 16, 0, 8)], b"hi"))
@@ -485,27 +390,6 @@ _RECORD = encode_record(
     ),
     SLOT,
 )
-_SAMPLING = common_pb2.SamplingParams(
-    temperature=1.0,
-    logit_bias={3: 1.0},
-    max_tokens=4,
-    constraint=common_pb2.OutputConstraint(grammar="{}", starts_after=[1]),
-)
-_DELTA = decode_pb2.TokenDelta(
-    request_id="a",
-    token_ids=[1],
-    logprobs=[common_pb2.PositionLogprobs(logprob=-1.0, top_ids=[1], top_logprobs=[-1.0])],
-    error=common_pb2.Error(code=common_pb2.ERROR_CODE_INTERNAL, message="x"),
-)
-_ROWS = decode_pb2.TokenRows(
-    row_ids=[1], start_indexes=[0], token_ids=[5, 6], num_tokens=[2], num_drafts=[1]
-)
-_WORKER = registry_pb2.WorkerRecord(
-    identity=common_pb2.WorkerIdentity(instance="d", epoch=1),
-    role=common_pb2.ROLE_DECODE,
-    address="h:1",
-)
-
 TARGETS = {
     "call-frames": Target(
         run=call_frames,
@@ -538,48 +422,12 @@ TARGETS = {
         seeds=(
             _ENDPOINT.encode(),
             PairedEndpoint("nixl", "p", "h", 1, 2, "00" * 32).encode(),
-            _LAYOUT.describe().encode(),
+            LAYOUT.describe().encode(),
         ),
         is_json=True,
     ),
     "kv-records": Target(
         run=kv_records, refusals=(TransferFailedError,), seeds=(_RECORD, b"\1\0\0\0")
-    ),
-    "cache-events": Target(
-        run=cache_events,
-        refusals=(DecodeError,),
-        seeds=(
-            parted(
-                _frame(dump=cache_pb2.CACHE_DUMP_LAST, first_sequence=1, hashes=_HASHES),
-                _frame(kinds=REMOVED + STORED, first_sequence=1, hashes=_HASHES),
-                _frame(kinds=CLEARED, first_sequence=3, hashes=bytes(DIGEST_SIZE)),
-                _frame(kinds=STORED, first_sequence=9, hashes=bytes(DIGEST_SIZE)),
-            ),
-        ),
-    ),
-    "token-frames": Target(
-        run=frames_of_tokens,
-        refusals=(DecodeError, InternalError),
-        seeds=(
-            decode_pb2.Frame(rows=_ROWS).SerializeToString(),
-            decode_pb2.Frame(deltas=[_DELTA]).SerializeToString(),
-        ),
-    ),
-    "worker-requests": Target(
-        run=requests_of_routers,
-        seeds=(
-            decode_pb2.ReserveRequest(sampling=_SAMPLING, timeout_s=1.0).SerializeToString(),
-            prefill_pb2.RunRequest(sampling=_SAMPLING).SerializeToString(),
-        ),
-    ),
-    "pool-snapshots": Target(
-        run=members,
-        refusals=(DecodeError, ValueError),
-        seeds=(
-            registry_pb2.PoolSnapshot(
-                members=[registry_pb2.PoolMember(worker=_WORKER)]
-            ).SerializeToString(),
-        ),
     ),
     "traces": Target(run=traces, seeds=(f"00-{'a' * 32}-{'b' * 16}-01\na=b".encode(),)),
 }
