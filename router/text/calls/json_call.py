@@ -108,7 +108,7 @@ class JsonCall:
         is_again = name == "name" and self._name is not None
         is_again |= name in _ARGUMENTS and self._arguments is not None
         self._field = "" if is_again else name
-        if not self._is_marked and name not in _KEYS:
+        if self.status is Status.UNSURE and not self._is_marked and name not in _KEYS:
             self.status = Status.NO_CALL
 
     def _add(self, piece: str) -> Iterator[CallEvent]:

@@ -235,6 +235,13 @@ def test_stray_text_in_a_call_is_told_whole_however_it_is_cut(
         assert message == Message(content=told, calls=[["now", "{}"]]), pieces
 
 
+def test_a_field_behind_the_arguments_takes_no_call_back() -> None:
+    text = '{"name": "now", "parameters": {}, "days": 3} and so on'
+    for pieces in ([text], list(text), [text[:40], text[40:]]):
+        message = read(reader_of(spelled("llama3-json"), "llama3-json"), pieces)
+        assert message == Message(content=" and so on", calls=[["now", "{}"]]), pieces
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_stands_around_calls(name: str) -> None:
     call = "".join(written(name, [("now", {})]))
