@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import http.client
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from deploy.pool_watch import PoolMember, PoolMembers, fetch_members
 from deploy.state import ClusterState, Phase, ProcessState
 from deploy.sweep import memory_of
 from runtime.net import Credentials
+from runtime.parsing import parse_json
 
 _TIMEOUT_S = 2.0
 _MAX_EXACT = 16
@@ -290,8 +290,8 @@ def _fetch_status(endpoint: str, credentials: Credentials) -> Mapping[str, Any]:
         connection.request("GET", "/status", headers=headers)
         response = connection.getresponse()
         body = response.read()
-        return dict(json.loads(body)) if response.status == 200 else {}
-    except (OSError, http.client.HTTPException, ValueError):
+        return dict(parse_json(body)) if response.status == 200 else {}
+    except (OSError, http.client.HTTPException, ValueError, TypeError):
         return {}
     finally:
         connection.close()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import json
 import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.errors import ClusterError
 from runtime.net import Credentials
+from runtime.parsing import parse_json
 
 
 def connect_http(
@@ -40,7 +40,7 @@ def fetch_json(endpoint: str, path: str, credentials: Credentials, *, timeout_s:
         response = connection.getresponse()
         body = response.read()
         if response.status == 200:
-            return json.loads(body)
+            return parse_json(body)
         problem = f"it answered {response.status}"
     except (OSError, http.client.HTTPException, ValueError) as error:
         problem = str(error) or type(error).__name__

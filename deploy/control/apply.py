@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tomllib
 from dataclasses import dataclass
 
 from deploy.checks import check_config, checked_keys
@@ -34,6 +33,7 @@ from deploy.instance import Instance
 from deploy.plan import Role, num_devices_needed, plan_instances
 from runtime.config import ClusterConfig
 from runtime.config_file import parse_config
+from runtime.parsing import parse_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +142,8 @@ async def prepare_apply(fleet: Fleet, wish: ApplyWish) -> Prepared:
 
 def _read(fleet: Fleet, text: str) -> ClusterConfig:
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(text)
+    except ValueError as error:
         raise WrongArgumentError(f"no valid TOML: {error}. Fix: mend that line") from error
     folder = fleet.context.config_path.parent / "tls"
     return resolved_like(parse_config(table), fleet.context.config, folder)

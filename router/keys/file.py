@@ -18,12 +18,12 @@ import json
 import os
 import re
 import tempfile
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from router.keys.record import MAX_KEYS, KeyLimits, KeyRecord, Right, check_name, parse_right
 from runtime.errors import ConfigError
+from runtime.parsing import parse_toml
 
 FIELD = "router.keys_file"
 _LIMITS = tuple(item.name for item in dataclasses.fields(KeyLimits))
@@ -59,8 +59,8 @@ def parse_keys(text: str, source: str) -> tuple[KeyRecord, ...]:
         ConfigError: names the field and the fix.
     """
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(FIELD, source, f"no valid TOML: {error}", "mend that line") from error
     unknown = [name for name in table if name != "keys"]
     keys = table.get("keys")

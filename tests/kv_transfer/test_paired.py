@@ -21,6 +21,7 @@ from kv_transfer.transport import (
     Transport,
 )
 from kv_transfer.transports import create_transport
+from kv_transfer.transports.hello import WireError
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.frames import FrameKind, Offer, receive_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
@@ -282,3 +283,36 @@ def test_a_process_is_gone_only_when_it_is() -> None:
     assert not elsewhere.is_gone(us)
     with pytest.raises(ConnectionError):
         ProcessIdentity.decode(b"{}")
+
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [DEEP, b'{"library": "n", "address": "", "regions": [["kv", 1e999, 1, null, 0]]}'],
+    ids=["deep", "infinite"],
+)
+def test_an_offer_that_is_none_ends_the_connection(data: bytes) -> None:
+    with pytest.raises(WireError, match="not an offer"):
+        Offer.decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [DEEP, b'{"boot_id": "", "pid_namespace": "", "pid": 1e999, "start_time": 1}'],
+    ids=["deep", "infinite"],
+)
+def test_an_identity_that_is_none_ends_the_connection(data: bytes) -> None:
+    with pytest.raises(WireError, match="not a process identity"):
+        ProcessIdentity.decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [DEEP, b'{"token":"","library":"","name":"","host":"","port":1e999,"generation":1}'],
+    ids=["deep", "infinite"],
+)
+def test_an_endpoint_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(TransferFailedError, match="not a paired endpoint"):
+        PairedEndpoint.decode(data)

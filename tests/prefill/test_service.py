@@ -129,6 +129,8 @@ BAD_CALLS = {
     "bad stop": ({"sampling": sampling_of(stop_token_ids=[-3])}, "INVALID_REQUEST", "-3"),
     "logprobs": ({"sampling": sampling_of(num_logprobs=21)}, "INVALID_REQUEST", "-1 to 20"),
     "late": ({"timeout_s": 0.0}, "DEADLINE_EXCEEDED", "was over"),
+    "endless": ({"timeout_s": float("inf")}, "INVALID_REQUEST", "timeout_s is inf"),
+    "no time": ({"timeout_s": float("nan")}, "INVALID_REQUEST", "timeout_s is nan"),
     "other request": ({"place_request_id": "x"}, "STALE_TICKET", "of request 'x'"),
 }
 

@@ -85,6 +85,7 @@ def test_a_file_in_another_form_is_left_alone(tmp_path: Path) -> None:
     [
         ("", "has no table"),
         ("[keys", "no valid TOML"),
+        (f"[keys]\na = {'[' * 100_000}", "no valid TOML: nested too deep"),
         ("keys = 3", "has no table"),
         ("[other]", "'other' at its top"),
         ("[keys]\nbob = 3", "keys.bob"),
