@@ -1,8 +1,8 @@
 """One end of a connection that carries calls: `runtime.call_stream` has one, `runtime.call_server`
 the other. TLS, where there is some, is beneath it.
 
-    caller -> worker   greeting, then messages: a ``CallBatch`` each
-    worker -> caller   messages: an ``AnswerBatch`` each
+    caller -> worker   greeting; once it was accepted, messages: a ``CallBatch`` each
+    worker -> caller   messages: an ``AnswerBatch`` each, the first one accepts or refuses
     both               a ping every few seconds, a message of no bytes: a peer of which nothing
                        comes for several of them is lost, even where no packet says so
 
@@ -24,7 +24,7 @@ MAX_SILENT_PINGS = 2
 
 _LENGTH_BYTES = 4
 _PING = bytes(_LENGTH_BYTES)
-_MAGIC = b"tandem calls 1\n"
+_MAGIC = b"tandem calls 2\n"
 
 
 def greeting(secret: str) -> bytes:

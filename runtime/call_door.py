@@ -149,9 +149,11 @@ class _Stranger:
         if secret is None:
             connection.abort("not a caller")
         elif self._credentials.accepts(secret):
+            connection.send(_verdict(grpc.StatusCode.OK))
             connection.hand_over(*self._welcome(connection))
         else:
-            connection.send(_refusal().SerializeToString())
+            text = "the cluster's secret is missing or wrong"
+            connection.send(_verdict(grpc.StatusCode.UNAUTHENTICATED, text))
             connection.end("wrong secret")
         self._end()
 
@@ -175,9 +177,7 @@ class _Stranger:
             self.is_over.set_result(None)
 
 
-def _refusal() -> calls_pb2.AnswerBatch:
-    answer = calls_pb2.CarriedAnswer(
-        status_code=grpc.StatusCode.UNAUTHENTICATED.value[0],
-        details="the cluster's secret is missing or wrong",
-    )
-    return calls_pb2.AnswerBatch(answers=[answer])
+def _verdict(code: grpc.StatusCode, details: str = "") -> bytes:
+    """The message on the whole connection."""
+    answer = calls_pb2.CarriedAnswer(status_code=code.value[0], details=details)
+    return calls_pb2.AnswerBatch(answers=[answer]).SerializeToString()

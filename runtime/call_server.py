@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from runtime.call_connection import CallConnection
 from runtime.call_door import CallDoor
+from runtime.call_stream import MAX_BATCH_CALLS
 from runtime.logging import get_logger
 from runtime.net import Credentials, Listen
 from runtime.pb import calls_pb2
@@ -131,7 +132,13 @@ class _Caller:
         except DecodeError as error:
             self._connection.abort(f"no calls: {error}")
             return
+        if len(batch.calls) > MAX_BATCH_CALLS:
+            self._connection.abort(f"a message of {len(batch.calls)} calls")
+            return
         for call in batch.calls:
+            if call.method and (call.number in self._tasks or not call.number):
+                self._connection.abort(f"a second call of number {call.number}")
+                return
             if call.method:
                 self._begin(call)
             elif (task := self._tasks.get(call.number)) is not None:
