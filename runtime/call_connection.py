@@ -13,7 +13,8 @@ it is and the cluster's secret. Until it was accepted nothing else is read, and 
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, cast
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
 from runtime.sockets import tune
 
@@ -70,6 +71,11 @@ class CallConnection(asyncio.Protocol):
         self._num_needed = _LENGTH_BYTES
         """Bytes of it from which on there is something to be made of them."""
         self._reason = ""
+
+    @property
+    def certificate(self) -> Mapping[str, Any] | None:
+        """The peer's, as ``SSLSocket.getpeercert`` tells it; None without one."""
+        return None if self._transport is None else self._transport.get_extra_info("peercert")
 
     def send(self, message: bytes) -> None:
         """Write ``message`` as soon as the peer takes it; nowhere, once it is over."""

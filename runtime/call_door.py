@@ -24,8 +24,9 @@ from runtime.call_connection import (
     secret_of,
 )
 from runtime.logging import get_logger
-from runtime.net import Credentials, Listen
+from runtime.net import Credentials, Listen, roles_of_peer
 from runtime.pb import calls_pb2
+from runtime.roles import Roles
 from runtime.sockets import open_listener
 
 logger = get_logger(__name__)
@@ -35,8 +36,9 @@ GREETING_S = 5.0
 _TLS_GOODBYE_S = 2.0
 _ACCEPT_PAUSE_S = 0.05
 
-Welcome = Callable[[CallConnection], tuple[ConnectionOwner, int]]
-"""Whom a caller's connection is for, and the longest message that it may send."""
+Welcome = Callable[[CallConnection, Roles], tuple[ConnectionOwner, int]]
+"""Whom the connection of a caller of these roles is for, and the longest message that it may
+send."""
 
 
 class CallDoor:
@@ -148,9 +150,10 @@ class _Stranger:
         secret = secret_of(message)
         if secret is None:
             connection.abort("not a caller")
-        elif self._credentials.accepts(secret):
+        elif roles := self._credentials.roles_of(secret):
             connection.send(_verdict(grpc.StatusCode.OK))
-            connection.hand_over(*self._welcome(connection))
+            roles &= roles_of_peer(connection.certificate)
+            connection.hand_over(*self._welcome(connection, roles))
         else:
             text = "the cluster's secret is missing or wrong"
             connection.send(_verdict(grpc.StatusCode.UNAUTHENTICATED, text))

@@ -28,6 +28,7 @@ from runtime.call_connection import CallConnection, greeting
 from runtime.logging import get_logger
 from runtime.net import Credentials
 from runtime.pb import calls_pb2
+from runtime.roles import Role
 from runtime.rpc import MAX_MESSAGE_BYTES
 from runtime.trace import TraceContext, current_trace, use_trace, without_trace
 
@@ -116,11 +117,15 @@ class CallStream:
     One event loop owns it.
     """
 
-    def __init__(self, address: str, credentials: Credentials) -> None:
-        """``address``: "host:port" that the peer announces; empty: it takes single calls only."""
+    def __init__(self, address: str, credentials: Credentials, to: Role | None = None) -> None:
+        """``address``: "host:port" that the peer announces; empty: it takes single calls only.
+
+        ``to`` is the peer's role; None for ``credentials`` of no role.
+        """
         self.loop = asyncio.get_running_loop()
         self._address = address
         self._credentials = credentials
+        self._to = to
         self._number = 0
         self._pending: dict[int, StreamCall[Any]] = {}
         """Begun and not answered, on the connection."""
@@ -189,7 +194,7 @@ class CallStream:
         self._is_accepted = False
         text = f"not accepted in {CONNECT_S:g} s"
         self._patience = self.loop.call_later(CONNECT_S, connection.abort, text)
-        connection.send(greeting(self._credentials.secret))
+        connection.send(greeting(self._credentials.shown_to(self._to)))
 
     def take(self, message: bytes) -> None:
         """Answers came: see `ConnectionOwner`."""

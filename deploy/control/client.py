@@ -19,6 +19,7 @@ from deploy.errors import ClusterError, RefusedError, WrongArgumentError
 from deploy.state import ClusterState
 from runtime.net import Credentials
 from runtime.pb import controller_pb2_grpc
+from runtime.roles import Role
 from runtime.rpc import open_channel
 
 Call = Callable[[Any], Any]
@@ -71,7 +72,7 @@ def follow(
 
 
 async def _answers(address: str, credentials: Credentials, call: Call) -> AsyncIterator[Any]:
-    channel = open_channel(address, credentials)
+    channel = open_channel(address, credentials, Role.CONTROLLER)
     try:
         with asked_of(address):
             async for message in call(controller_pb2_grpc.ControllerStub(channel)):

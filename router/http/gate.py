@@ -26,6 +26,7 @@ from router.keys.tiers import told_of_unknown, unknown_tiers
 from router.metrics import RouterMetrics
 from runtime.logging import get_logger
 from runtime.net import Credentials
+from runtime.roles import Role, accepting_key, refusal
 from runtime.tiers import Tiers
 
 logger = get_logger(__name__)
@@ -79,7 +80,7 @@ class Gate:
         self._told_of: Keyring | None = None
         self._credentials = credentials
         self._metrics_are_open = metrics_are_open
-        self._sessions = Sessions(credentials.secret, time.time)
+        self._sessions = Sessions(accepting_key(credentials.secret, Role.ROUTER), time.time)
         self._ledger = ledger
         self._metrics = metrics
         self._holder = holder_of(os.getpid())
@@ -177,7 +178,8 @@ class Gate:
     def _has_secret(self, request: web.Request, right: Right) -> bool:
         key = _key_of(request)
         is_for_people = right is not Right.INFERENCE
-        return is_for_people and bool(key) and self._credentials.accepts(_bytes_of(key))
+        roles = self._credentials.roles_of(_bytes_of(key)) if is_for_people and key else frozenset()
+        return not refusal("Http", "look", roles)
 
     def check_model(self, request: web.Request, names: Sequence[str]) -> None:
         """Refuse a model, of these ``names``, that the request's key may not use.

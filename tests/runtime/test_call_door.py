@@ -42,7 +42,7 @@ RUN = Method("Run", prefill_pb2.RunResponse.FromString, no_call_of_its_own)
 @asynccontextmanager
 async def serving(credentials: Credentials = RIGHT) -> AsyncIterator[tuple[CallServer, int]]:
     server = CallServer(credentials)
-    server.carry(Run=CarriedMethod(prefill_pb2.RunRequest.FromString, run))
+    server.carry("Prefill", Run=CarriedMethod(prefill_pb2.RunRequest.FromString, run))
     yield server, server.start(Listen(bind=HOST))
     await server.stop(0.0)
 

@@ -52,7 +52,8 @@ class Peer(prefill_pb2_grpc.PrefillServicer):
         if carries:
             limits = replace(WORKER_LIMITS, max_concurrent_rpcs=max_calls)
             self.calls = CallServer(credentials, limits)
-            self.calls.carry(Run=CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run))
+            run = CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run)
+            self.calls.carry("Prefill", Run=run)
             self.calls_port = self.calls.start(Listen(bind="127.0.0.1", port=self.calls_port))
         listen = Listen(bind="127.0.0.1", port=self.port)
         self.port = bind_port(self.server, listen, credentials)
