@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -29,15 +27,6 @@ _ERRORS: dict[grpc.StatusCode, type[ClusterError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: WrongArgumentError,
     grpc.StatusCode.FAILED_PRECONDITION: RefusedError,
 }
-
-
-def who() -> str:
-    """Who runs this command, for the record of events."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, in a container
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}"
 
 
 def controller_address(state: ClusterState) -> str:

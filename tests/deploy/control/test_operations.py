@@ -235,6 +235,21 @@ def test_an_operation_goes_on_without_the_command_that_began_it(
     wait_until(lambda: cluster.names("prefill") == ["prefill-0", "prefill-1"], "it is there")
     done = "scale prefill from 1 to 2: prefill has 2"
     wait_until(lambda: done in [event.text for event in cluster.events()], "it serves")
+    on_record = [one for one in cluster.events() if "scale prefill from 1 to 2" in one.text][-2:]
+    assert [event.kind for event in on_record] == [EventKind.SCALE, EventKind.DONE]
+    assert {event.who for event in on_record} == {"ada@host"}
+    assert all(event.source.startswith("ipv4:127.0.0.1:") for event in on_record)
+
+
+def test_what_is_refused_is_on_record(
+    cluster: ControlledCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cluster, "restart", "decode-7") != 0
+    event = [event for event in cluster.events() if event.kind is EventKind.REFUSED][-1]
+    assert event.text.startswith("restart decode-7: ")
+    assert event.text.removeprefix("restart decode-7: ") in capsys.readouterr().err
+    assert event.who
+    assert event.source.startswith("ipv4:127.0.0.1:")
 
 
 def test_a_worker_cannot_act_as_who_runs_the_cluster(
