@@ -152,7 +152,8 @@ class _Stranger:
             connection.abort("not a caller")
         elif roles := self._credentials.roles_of(secret):
             connection.send(_verdict(grpc.StatusCode.OK))
-            roles &= roles_of_peer(connection.certificate)
+            if self._credentials.asks_for_certificates:
+                roles &= roles_of_peer(connection.certificate)
             connection.hand_over(*self._welcome(connection, roles))
         else:
             text = "the cluster's secret is missing or wrong"

@@ -140,6 +140,11 @@ class Credentials:
     role: Role | None = None
     """What this process is; None: all of them, by the cluster's secret itself."""
 
+    @property
+    def asks_for_certificates(self) -> bool:
+        """Whether callers of gRPC and of our own sockets must show one."""
+        return self.tls is not None and self.tls.mutual
+
     @classmethod
     def of_secret(cls, secret: str) -> Credentials:
         """A secret and no TLS."""
@@ -246,14 +251,16 @@ def _context_of_now(files: TlsFiles, *, ask: bool) -> ssl.SSLContext:
 def roles_of_peer(certificate: Mapping[str, Any] | None) -> Roles:
     """The roles that the ``certificate`` of a peer names, as ``SSLSocket.getpeercert`` tells it.
 
-    Without one, or without names of roles, it stands for all.
+    One without names of roles stands for all; None, and one that was not looked at: nobody's.
     """
-    names = (certificate or {}).get("subjectAltName", ())
+    if not certificate:
+        return frozenset()
+    names = certificate.get("subjectAltName", ())
     return roles_of_names(name for kind, name in names if kind == "URI")
 
 
 def _shake_hands_with_oneself(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> Roles:
-    """The roles that our own certificate names."""
+    """The roles that our own certificate names, as callers see it."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     calling = client.wrap_bio(to_client, to_server, server_hostname=host)
     listening = server.wrap_bio(to_server, to_client, server_side=True)

@@ -117,7 +117,7 @@ class _CheckCaller(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._asks = credentials.tls is not None and credentials.tls.mutual
+        self._asks = credentials.asks_for_certificates
 
     async def intercept_service(
         self,
@@ -172,7 +172,9 @@ def _checking(
     """``handler``, for callers whose certificate is of a role that may call it, too."""
 
     async def check(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        uris = context.auth_context().get("peer_uri", ())
+        shown = context.auth_context()
+        # Where a release of gRPC did not tell URIs apart: other names can only take roles away.
+        uris = shown.get("peer_uri") or shown.get("x509_subject_alternative_name", ())
         roles = _caller.get() & roles_of_names(uri.decode(errors="replace") for uri in uris)
         _caller.set(roles)
         if reason := refusal(service, method, roles):

@@ -212,7 +212,7 @@ class Door:
 
 
 def _refusal(sock: socket.socket) -> str:
-    """Why the certificate of whoever connects is not for this; empty: it is, or there is none."""
-    if not isinstance(sock, ssl.SSLSocket):
+    """Why the certificate of who connects is not for this; empty: it is, or none is asked for."""
+    if not isinstance(sock, ssl.SSLSocket) or sock.context.verify_mode is ssl.CERT_NONE:
         return ""
     return refusal("Kv", "connect", roles_of_peer(sock.getpeercert()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import uvloop
 from google.protobuf.descriptor import ServiceDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
@@ -266,7 +267,10 @@ async def test_each_role_is_let_in_by_its_certificate_to_its_calls_alone(
         assert await let_in(there, port, stolen, Role.DECODE) == set()
 
 
-async def test_short_calls_have_the_same_rule(certificates: dict[Role | None, TlsFiles]) -> None:
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_short_calls_have_the_same_rule(
+    certificates: dict[Role | None, TlsFiles], new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     async def run(request: prefill_pb2.RunRequest, _: object) -> prefill_pb2.RunResponse:
         return prefill_pb2.RunResponse()
 
@@ -284,23 +288,27 @@ async def test_short_calls_have_the_same_rule(certificates: dict[Role | None, Tl
             await stream.close()
         return "answered"
 
-    for tls_of in ({}, certificates):
-        own = Credentials(secret=ROOT, role=Role.PREFILL, tls=tls_of.get(Role.PREFILL))
-        server = CallServer(own)
-        server.carry("Prefill", Run=CarriedMethod(prefill_pb2.RunRequest.FromString, run))
-        port = server.start(Listen(bind=HOST))
-        for role in Role:
-            for caller in (
-                Credentials(secret=ROOT, role=role, tls=tls_of.get(role)),
-                Credentials(secret=ROOT, tls=tls_of.get(role)),
-            ):
-                said = await ask(port, caller)
-                is_known = caller.role is None and not tls_of
-                if role is Role.ROUTER or is_known:
-                    assert said == "answered"
-                else:
-                    assert said.startswith("PERMISSION_DENIED: Prefill.Run is for router, and")
-        await server.stop(0.0)
+    async def try_all() -> None:
+        for tls_of in ({}, certificates):
+            own = Credentials(secret=ROOT, role=Role.PREFILL, tls=tls_of.get(Role.PREFILL))
+            server = CallServer(own)
+            server.carry("Prefill", Run=CarriedMethod(prefill_pb2.RunRequest.FromString, run))
+            port = server.start(Listen(bind=HOST))
+            for role in Role:
+                for caller in (
+                    Credentials(secret=ROOT, role=role, tls=tls_of.get(role)),
+                    Credentials(secret=ROOT, tls=tls_of.get(role)),
+                ):
+                    said = await ask(port, caller)
+                    is_known = caller.role is None and not tls_of
+                    if role is Role.ROUTER or is_known:
+                        assert said == "answered"
+                    else:
+                        assert said.startswith("PERMISSION_DENIED: Prefill.Run is for router, and")
+            await server.stop(0.0)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(try_all())
 
 
 def test_a_command_prints_what_a_role_needs(
