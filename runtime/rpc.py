@@ -170,6 +170,8 @@ def _checking(
     handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
 ) -> grpc.RpcMethodHandler[Any, Any]:
     """``handler``, for callers whose certificate is of a role that may call it, too."""
+    unary: Any = handler.unary_unary
+    streamed: Any = handler.unary_stream
 
     async def check(context: grpc.aio.ServicerContext[Any, Any]) -> None:
         shown = context.auth_context()
@@ -184,19 +186,19 @@ def _checking(
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await check(context)
-        return await handler.unary_unary(request, context)
+        return await unary(request, context)
 
     async def stream(
         request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Any]:
         await check(context)
-        async for message in handler.unary_stream(request, context):
+        async for message in streamed(request, context):
             yield message
 
     messages = (handler.request_deserializer, handler.response_serializer)
-    if handler.unary_unary is not None:
+    if unary is not None:
         return grpc.unary_unary_rpc_method_handler(answer, *messages)
-    assert handler.unary_stream is not None, "methods that take a stream are not in our protocols"
+    assert streamed is not None, "methods that take a stream are not in our protocols"
     return grpc.unary_stream_rpc_method_handler(stream, *messages)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from router.keys.record import (
 from runtime.errors import ConfigError
 
 HASH = "0" * 64
+OFFSETS = st.integers(-840, 840).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 OTHER = "1" * 64
 ALICE = KeyRecord(
     name="alice",
@@ -59,7 +60,7 @@ def test_an_end_is_a_moment(text: str, message: str) -> None:
         parse_keys(f'[keys.a]\nsha256 = "{HASH}"\nexpires = {text}\n', "keys.toml")
 
 
-@given(st.datetimes(timezones=st.timezones()), st.integers(-(10**5), 10**5))
+@given(st.datetimes(timezones=OFFSETS), st.integers(-(10**5), 10**5))
 def test_an_end_is_written_as_it_is_meant(
     tmp_path_factory: pytest.TempPathFactory, expires: datetime, later_s: int
 ) -> None:
