@@ -19,7 +19,7 @@ from engine.parallel.dims import ParallelDims
 from kv_transfer.transport import peer_name
 from prefill.assembly import SendSide, build_send_side
 from runtime.config import ClusterConfig, KVTransferSection, ModelSection
-from runtime.errors import PeerLostError
+from runtime.errors import PeerLostError, StaleTicketError
 from runtime.net import Credentials, Listen, TlsFiles
 from runtime.pb import decode_pb2
 from runtime.roles import Role
@@ -123,5 +123,5 @@ def test_only_a_worker_by_its_certificate_is_let_in(
         connect(writer, reader, transport)
         return
     told = f"Kv.connect is for prefill and decode, and the caller is {role}"
-    with pytest.raises(PeerLostError, match=told):
+    with pytest.raises(StaleTicketError, match=told):
         connect(writer, reader, transport)
