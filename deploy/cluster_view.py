@@ -26,6 +26,7 @@ from deploy.state import ClusterState, Phase, ProcessState
 from deploy.sweep import memory_of
 from runtime.net import Credentials
 from runtime.parsing import parse_json
+from runtime.roles import Role as Callee
 
 _TIMEOUT_S = 2.0
 _MAX_EXACT = 16
@@ -286,7 +287,7 @@ def _fetch_status(endpoint: str, credentials: Credentials) -> Mapping[str, Any]:
     connection = connect_http(endpoint, credentials.client_ssl_context(), timeout_s=_TIMEOUT_S)
     try:
         # Whoever has the secret is the cluster, also where the router asks for keys.
-        headers = {"Authorization": f"Bearer {credentials.secret}"}
+        headers = {"Authorization": f"Bearer {credentials.shown_to(Callee.ROUTER)}"}
         connection.request("GET", "/status", headers=headers)
         response = connection.getresponse()
         body = response.read()

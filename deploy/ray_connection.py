@@ -39,8 +39,8 @@ class RaySettings:
     """Which Ray, and for what."""
 
     run_id: str
-    secret: str = field(repr=False)
-    """The token of a Ray of our own."""
+    token: str = field(repr=False)
+    """Of a Ray of our own."""
     address: str = LOCAL_RAY
     """See ``cluster.ray_address``."""
     num_slots: int = 1
@@ -122,7 +122,7 @@ def _set_environment(settings: RaySettings) -> None:
         {
             RUN_ID_VARIABLE: settings.run_id,
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": settings.secret,
+            "RAY_AUTH_TOKEN": settings.token,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

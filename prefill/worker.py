@@ -40,6 +40,7 @@ from prefill.validation import RunLimits
 from runtime.call_server import CallServer, CarriedMethod
 from runtime.endings import failure_of_requests
 from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
+from runtime.roles import Role
 from runtime.rpc import open_channel
 from runtime.spans import open_spans
 from runtime.wire import tier_tokens_to_proto
@@ -79,7 +80,8 @@ class PrefillDriver:
         options, send = self._options, self._parts.send
         self._metrics = metrics = PrefillMetrics(host.registry)
         nonces = NonceMemory(time.monotonic)
-        channels = ChannelCache(partial(open_channel, credentials=options.credentials))
+        connect = partial(open_channel, credentials=options.credentials, to=Role.DECODE)
+        channels = ChannelCache(connect)
         closing.push_async_callback(channels.close)
         self._closer = closer = TicketCloser(channels)
         peers = self._meet_peers(host, channels)
@@ -237,7 +239,7 @@ class PrefillDriver:
         address: str,
     ) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
-        calls.carry(Run=CarriedMethod(prefill_pb2.RunRequest.FromString, service.Run))
+        calls.carry("Prefill", Run=CarriedMethod(prefill_pb2.RunRequest.FromString, service.Run))
         cache = CacheService(host.identity, self._cache, self._worker_load)
         cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
         add_experts(server, host.identity, self._options, self._experts)

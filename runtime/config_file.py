@@ -29,6 +29,7 @@ from runtime.hub_model import HubModel
 from runtime.net import Credentials
 from runtime.network import own_address
 from runtime.parsing import parse_toml
+from runtime.roles import Role, role_secret
 
 SECRET_VARIABLE = "TANDEM_SECRET"
 PREVIOUS_SECRET_VARIABLE = "TANDEM_PREVIOUS_SECRET"
@@ -286,12 +287,14 @@ def _toml_value(value: object) -> str:
     return repr(value)
 
 
-def cluster_credentials(config: ClusterConfig) -> Credentials:
-    """The secrets, from the configuration, else from the environment, and the files of TLS.
+def cluster_credentials(config: ClusterConfig, role: Role | None = None) -> Credentials:
+    """What a process of ``role`` shows and accepts.
+
+    The secrets are from the configuration, else from the environment; TLS has its files.
 
     Raises:
-        ConfigError: neither has a secret; or certificates were to be made, which is not for a
-            single process to do.
+        ConfigError: neither has a secret, or it is another role's; or certificates were to be made,
+            which is not for a single process to do.
     """
     secret = config.cluster.secret or os.environ.get(SECRET_VARIABLE, "")
     if not secret:
@@ -303,7 +306,10 @@ def cluster_credentials(config: ClusterConfig) -> Credentials:
         fix = '"files", with tls.cert, tls.key and tls.ca, which `tandem certificates` makes'
         raise ConfigError("tls.mode", "auto", problem, fix)
     previous = config.cluster.previous_secret or os.environ.get(PREVIOUS_SECRET_VARIABLE, "")
-    return Credentials(secret=secret, previous_secret=previous, tls=config.tls.files)
+    if role is not None:
+        for one in filter(None, (secret, previous)):
+            role_secret(one, role)
+    return Credentials(secret=secret, previous_secret=previous, tls=config.tls.files, role=role)
 
 
 def secret_variables(credentials: Credentials) -> dict[str, str]:

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from aiohttp import web
 
@@ -26,12 +27,14 @@ from router.keys.tiers import told_of_unknown, unknown_tiers
 from router.metrics import RouterMetrics
 from runtime.logging import get_logger
 from runtime.net import Credentials
+from runtime.roles import Role, accepting_key, refusal
 from runtime.tiers import Tiers
 
 logger = get_logger(__name__)
 
 ADMITTED = "admitted"
 UNKNOWN = "unknown"
+EXPIRED = "expired"
 SESSION_COOKIE = "tandem_console"
 _FIX = "send `Authorization: Bearer KEY` with a key of this server (`tandem keys add`)"
 _LIMITS = {
@@ -79,7 +82,9 @@ class Gate:
         self._told_of: Keyring | None = None
         self._credentials = credentials
         self._metrics_are_open = metrics_are_open
-        self._sessions = Sessions(credentials.secret, time.time)
+        shared = Path(metrics.shared_dir) if metrics.shared_dir else None
+        key = accepting_key(credentials.secret, Role.ROUTER)
+        self._sessions = Sessions(key, time.time, shared)
         self._ledger = ledger
         self._metrics = metrics
         self._holder = holder_of(os.getpid())
@@ -97,6 +102,10 @@ class Gate:
         keys = self._source.current()
         self._metrics.set_keys(len(keys), is_stale=self._source.is_stale)
         if keys is not self._told_of:
+            if self._told_of is not None:
+                logger.info(
+                    "the list of API keys has changed %s", keys.changed_since(self._told_of)
+                )
             self._told_of = keys
             self._tell_of_unknown_tiers(keys)
 
@@ -137,6 +146,12 @@ class Gate:
             problem = "the API key is not known here" if is_unknown else "an API key is needed"
             raise AuthenticationError(f"{problem}. Fix: {_FIX}")
         request[KEY_USE] = use = KeyUse(record=record)
+        if record.has_expired(time.time()):
+            use.outcome = EXPIRED
+            self._metrics.count_key_request(record.name, use.outcome)
+            raise AuthenticationError(
+                f"the API key {record.name!r} expired at {record.end}. Fix: a key that has not"
+            )
         if not record.may(right):
             use.outcome = "right"
             self._metrics.count_key_request(record.name, use.outcome)
@@ -152,17 +167,32 @@ class Gate:
         if self._source is None or self._has_secret(request, Right.OPERATIONS):
             return True
         record = self._owner_of(request)
-        return record is not None and record.may(Right.OPERATIONS)
+        if record is None or record.has_expired(time.time()):
+            return False
+        return record.may(Right.OPERATIONS)
 
-    def sign_in(self, key: str) -> str | None:
-        """A session for the owner of ``key``; None: it is nobody's, or may not look."""
+    def sign_in(self, key: str) -> tuple[str, str]:
+        """A session for the owner of ``key``, and why there is none: EXPIRED, UNKNOWN, "right"."""
         record = self._source.current().find(key) if self._source is not None else None
-        if record is None or not record.may(Right.OPERATIONS):
-            name, outcome = ("", UNKNOWN) if record is None else (record.name, "right")
-            self._metrics.count_key_request(name, outcome)
-            logger.info("key=%s verdict=%s sign-in to the console refused", name or "-", outcome)
-            return None
-        return self._sessions.begin(record)
+        outcome = ""
+        if record is None:
+            outcome = UNKNOWN
+        elif record.has_expired(time.time()):
+            outcome = EXPIRED
+        elif not record.may(Right.OPERATIONS):
+            outcome = "right"
+        if record is not None and not outcome:
+            return self._sessions.begin(record), ""
+        name = record.name if record is not None else ""
+        self._metrics.count_key_request(name, outcome)
+        logger.info("key=%s verdict=%s sign-in to the console refused", name or "-", outcome)
+        return "", outcome
+
+    def sign_out(self, request: web.Request) -> None:
+        """End the session of ``request``, if it has one."""
+        if self._source is not None:
+            session = request.cookies.get(SESSION_COOKIE, "")
+            self._sessions.end(session, self._source.current())
 
     def _owner_of(self, request: web.Request) -> KeyRecord | None:
         assert self._source is not None
@@ -177,7 +207,8 @@ class Gate:
     def _has_secret(self, request: web.Request, right: Right) -> bool:
         key = _key_of(request)
         is_for_people = right is not Right.INFERENCE
-        return is_for_people and bool(key) and self._credentials.accepts(_bytes_of(key))
+        roles = self._credentials.roles_of(_bytes_of(key)) if is_for_people and key else frozenset()
+        return not refusal("Http", "look", roles)
 
     def check_model(self, request: web.Request, names: Sequence[str]) -> None:
         """Refuse a model, of these ``names``, that the request's key may not use.

@@ -13,6 +13,7 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from runtime.errors import ConfigError
 
@@ -69,6 +70,8 @@ class KeyRecord:
     """Of its requests that name none; empty: the cluster's default, or the last of ``tiers``."""
     limits: KeyLimits = field(default_factory=KeyLimits)
     rights: frozenset[Right] = frozenset({Right.INFERENCE})
+    expires: datetime | None = None
+    """From when on it is good for nothing, with a time zone; None: never."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -85,6 +88,9 @@ class KeyRecord:
             raise ConfigError(
                 f"{where}.tier", self.tier, problem, f"one of {', '.join(self.tiers)}"
             )
+        if self.expires is not None and self.expires.tzinfo is None:
+            problem, fix = "has no time zone", f"{self.expires.isoformat()}Z, if UTC is meant"
+            raise ConfigError(f"{where}.expires", self.expires.isoformat(), problem, fix)
         if not self.rights:
             fix = f"one or more of {', '.join(right.value for right in Right)}"
             raise ConfigError(f"{where}.rights", [], "the key would be good for nothing", fix)
@@ -97,6 +103,17 @@ class KeyRecord:
     def tenant(self) -> str:
         """Whose cached prefixes it uses; never empty."""
         return self.cache_salt or self.name
+
+    def has_expired(self, now: float) -> bool:
+        """Whether it is over at ``now``, in seconds since 1970."""
+        return self.expires is not None and now >= self.expires.timestamp()
+
+    @property
+    def end(self) -> str:
+        """When it expires, in UTC and as RFC 3339 has it; empty: never."""
+        if self.expires is None:
+            return ""
+        return f"{self.expires.astimezone(UTC).replace(tzinfo=None).isoformat()}Z"
 
     def may(self, right: Right) -> bool:
         """Whether it has ``right``, or one that contains it."""

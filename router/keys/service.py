@@ -13,6 +13,7 @@ from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.net import Credentials
 from runtime.pb import keys_pb2, keys_pb2_grpc
+from runtime.roles import Role
 from runtime.rpc import map_rpc_errors, open_channel
 
 logger = get_logger(__name__)
@@ -65,7 +66,7 @@ class RemoteLedger(Ledger):
     def __init__(self, control: str, credentials: Credentials) -> None:
         """``control`` is the control process's gRPC address."""
         self._peer = f"keys {control}"
-        self._channel = open_channel(control, credentials)
+        self._channel = open_channel(control, credentials, Role.ROUTER)
         self._stub = keys_pb2_grpc.KeysStub(self._channel)
         self._tasks = BackgroundTasks()
 

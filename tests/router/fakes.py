@@ -123,7 +123,8 @@ class FakeWorker:
     ) -> int:
         """Serve a method as a short call, at a port of its own, which is returned."""
         self.calls = CallServer(CREDENTIALS)
-        self.calls.carry(**{name: CarriedMethod(request.FromString, handler)})
+        service = request.DESCRIPTOR.file.name.rpartition("/")[2].removesuffix(".proto").title()
+        self.calls.carry(service, **{name: CarriedMethod(request.FromString, handler)})
         return self.calls.start(Listen(bind=self.host))
 
     def load(self) -> registry_pb2.WorkerLoad:
