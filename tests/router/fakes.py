@@ -52,6 +52,9 @@ from tests.router.deltas import (
 from tests.router.outputs import MAX_MODEL_LEN, Choose, Script, Tokens
 from tests.tcp_proxy import Proxy
 
+HEARTBEAT_S = 1.0
+"""As decode ranks have it."""
+
 SECRET = "test-secret"
 CREDENTIALS = Credentials.of_secret(SECRET)
 LAYOUT = "layout-1"
@@ -214,6 +217,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     refuses_streams: bool = False
     hangs_streams: bool = False
     """New streams never stand."""
+    is_silent: bool = False
+    """Streams that stand bring nothing, not even a sign of life."""
     proxy: Proxy | None = None
     """Between router and worker."""
     abort_failures: int = 0
@@ -336,7 +341,12 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 self.resumed.append(point)
                 yield frame_of(self, self._news_since(point))
             while True:
-                frame = await frames.get()
+                try:
+                    frame = await asyncio.wait_for(frames.get(), HEARTBEAT_S)
+                except TimeoutError:
+                    frame = decode_pb2.Frame(decode=self.identity)
+                while self.is_silent:
+                    await asyncio.sleep(0.01)
                 if frame is None:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
                 assert frame is not None
