@@ -25,7 +25,7 @@ from prefill.closer import TicketCloser
 from prefill.group_counter import GroupCounter
 from prefill.live_runs import LiveRun, LiveRuns
 from prefill.loop import EngineLoop, LoopSettings
-from prefill.messages import Command, Event, RankClosed
+from prefill.messages import Command, Event, LoopEnded, RankClosed
 from prefill.metrics import PrefillMetrics
 from prefill.nonces import NonceMemory
 from prefill.peers import ChannelCache, Greeting, PeerDirectory
@@ -38,7 +38,6 @@ from prefill.spans import record_run
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
 from runtime.call_server import CallServer, CarriedMethod
-from runtime.endings import failure_of_requests
 from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.rpc import open_channel
 from runtime.spans import open_spans
@@ -269,10 +268,10 @@ class PrefillDriver:
     async def _close_tickets(self) -> None:
         """Stop sending, then tell decode of what will not come any more."""
         await asyncio.to_thread(self._parts.send.sender.close)
+        # A loop that has not ended in its time was told to, and the requests may go elsewhere.
         ended = self._runs.loop_ended
-        # Where it has not ended in its time it was told to, and the request may go elsewhere.
-        error = ended.result().error if ended.done() else None
-        self._runs.close_left(0, failure_of_requests(self._options.rank_name, error))
+        last = ended.result() if ended.done() else LoopEnded(self._options.rank_name, None)
+        self._runs.close_left(0, last.failure_of())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._closer.flush()

@@ -422,6 +422,19 @@ def test_a_sender_that_fails_midway_fails_the_request() -> None:
     bench.assert_over()
 
 
+def test_whatever_breaks_in_a_sender_only_the_kv_did_not_arrive() -> None:
+    """A lane that failed all its tickets says INTERNAL; none of its requests is why."""
+    bench = Bench()
+    bench.add(make_item(1, 20))
+    bench.turn()
+    bench.sender.close_ticket(1, failed=ErrorCode.INTERNAL)
+    bench.turn(steps=2)
+    (failed,) = bench.of_type(RequestFailed)
+    assert isinstance(failed, RequestFailed)
+    assert (failed.error.code, failed.error.suspect) == (ErrorCode.TRANSFER_FAILED, False)
+    bench.assert_over()
+
+
 def test_a_sender_that_fails_after_the_first_token_closes_the_part_with_its_error() -> None:
     bench = Bench()
     bench.add(make_item(1))
