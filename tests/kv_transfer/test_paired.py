@@ -314,7 +314,7 @@ class DyingEngine:
         """Nothing is under way."""
 
 
-def test_every_post_fails_that_was_being_started_when_the_peer_died(_no_thread_left: None) -> None:
+def test_every_post_fails_that_was_being_started_when_the_peer_died() -> None:
     """A small one by its caller and a large one by the drive thread: they have no place to lose."""
     ours, theirs = socket.socketpair()
     engine, posts = DyingEngine(), PostTable()
