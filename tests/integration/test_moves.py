@@ -95,7 +95,7 @@ def test_the_other_worker_goes_on_with_everything(
     # Other prompts each time: none is cached.
     prompts = random_prompts(16, length + house.num_faults)
     before = num_migrations(cluster)
-    num_tokens = 200 if role == "decode" else 8
+    num_tokens = 64 if role == "decode" else 8
     answers = asyncio.run(
         streams_while(cluster, prompts, num_tokens, lambda: house.strike(role, fault))
     )
