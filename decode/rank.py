@@ -163,9 +163,8 @@ class DecodeRank:
         if now >= self._next_expiry:
             self._next_expiry = now + EXPIRY_INTERVAL_S
             self.live.expire(now)
-            if self._drain is not None and now >= self._drain[0]:
-                error = self._drain[1]
-                self.live.fail_all(lambda one: error.of(one.request_id))
+            if (drain := self._drain) is not None and now >= drain[0]:
+                self.live.fail_all(lambda one: drain[1].of(one.request_id))
         self._admit()
         if self._scheduler.must_wait:
             assert complete_launched is not None
