@@ -238,7 +238,7 @@ class LiveRuns:
     def _end(self, event: LoopEnded) -> None:
         # Those, too, that were handed over before the end and that the loop had not come to.
         for run in self._runs.values():
-            self._answer(run, event.failure)
+            self._answer(run, event.failure_of())
         if not self.loop_ended.done():
             self.loop_ended.set_result(event)
 

@@ -10,6 +10,7 @@ generic in their messages, which the interceptors do not look at: hence their An
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -385,3 +386,10 @@ def map_rpc_errors(peer: str, request_id: str = "") -> Iterator[None]:
     except grpc.aio.UsageError as error:
         # The channel was closed under the call, because its peer is gone.
         raise PeerLostError(f"{peer}: {error}", request_id=request_id) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled who waits: the same, of a call that was under way.
+        text = f"{peer}: the connection was closed"
+        raise PeerLostError(text, request_id=request_id) from error

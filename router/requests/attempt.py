@@ -249,7 +249,7 @@ class Attempt:
             generation.timings.prefilled = call.answered
         if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)
-            if error.code in OF_A_WORKER or error.worker_ended:
+            if error.code in OF_A_WORKER or error.suspect:
                 self.culprits = {self._speaker(error, prefill.key)}
             if error.code is ErrorCode.CANCELLED:
                 await self._reason_of_revocation()
