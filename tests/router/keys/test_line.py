@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.requests.line import WaitingLine
+from router.keys.line import WaitingLine
 from router.requests.pace import Pace
 from runtime.tiers import Standing
 
