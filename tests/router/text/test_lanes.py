@@ -11,7 +11,7 @@ import pytest
 
 from router.text.lanes import INLINE_BYTES, LONG_BYTES, Lanes
 from router.text.tokenizer import BATCH_TEXTS, Tokenizer
-from runtime.tiers import Standing
+from tests.router.text.payers import Tenant
 from tests.waiting import until
 
 
@@ -61,17 +61,6 @@ async def test_work_for_who_has_left_is_dropped(lanes: Lanes) -> None:
     assert lanes.num_pending == 0
     await lanes.run(LONG_BYTES + 1, lambda _: done.append("next"))
     assert done == ["told", "next"]
-
-
-class Tenant:
-    """Who pays, and how often that was."""
-
-    def __init__(self, name: str) -> None:
-        self.standing = Standing(tenant=name)
-        self.paid_s: list[float] = []
-
-    def pay(self, cpu_s: float) -> None:
-        self.paid_s.append(cpu_s)
 
 
 async def test_a_tenant_waits_for_one_piece_of_work_of_another_and_not_for_all(
