@@ -8,7 +8,6 @@ cluster's secret, which `tandem` shows. Without keys nothing here does anything.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
 from collections import Counter
@@ -17,10 +16,11 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from router.errors import AuthenticationError, ForbiddenError, RateLimitError
+from router.errors import AuthenticationError, ForbiddenError
 from router.http.access import CONSOLE, right_for
-from router.keys.ledger import CPU_S_OF_REQUEST, Charge, Ledger, Level, LimitKind, Verdict
-from router.keys.record import LEAST_OUTPUT, KeyRecord, Right, salt_of_tenant
+from router.http.rate_limits import headers_of, refusal_of
+from router.keys.ledger import CPU_S_OF_REQUEST, Charge, Ledger
+from router.keys.record import KeyRecord, Right, salt_of_tenant
 from router.keys.sessions import Sessions
 from router.keys.source import Keyring, KeySource
 from router.keys.tiers import told_of_unknown, unknown_tiers
@@ -36,11 +36,6 @@ ADMITTED = "admitted"
 UNKNOWN = "unknown"
 SESSION_COOKIE = "tandem_console"
 _FIX = "send `Authorization: Bearer KEY` with a key of this server (`tandem keys add`)"
-_LIMITS = {
-    LimitKind.REQUESTS: "requests a minute",
-    LimitKind.TOKENS: "tokens a minute",
-    LimitKind.CONCURRENCY: "requests at once",
-}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -274,11 +269,11 @@ class Gate:
         is_counted = not record.limits.is_unlimited
         if is_counted:
             verdict = await self._ledger.admit(charge, record.limits)
-            use.headers = _headers_of(verdict)
+            use.headers = headers_of(verdict)
             if verdict.refused_by is not None:
                 use.outcome = verdict.refused_by.value
                 metrics.count_key_request(record.name, use.outcome)
-                raise _refusal(record, verdict.refused_by, verdict, use.headers)
+                raise refusal_of(record, verdict.refused_by, verdict, use.headers)
             use.num_taken = verdict.num_tokens
             self._running.add(use)
         metrics.count_key_request(record.name, ADMITTED)
@@ -351,48 +346,3 @@ def _key_of(request: web.Request) -> str:
 
 def _bytes_of(key: str) -> bytes:
     return key.encode(errors="surrogateescape")
-
-
-def _refusal(
-    record: KeyRecord, kind: LimitKind, verdict: Verdict, headers: dict[str, str]
-) -> RateLimitError:
-    limits, source = record.limits, kind.value
-    most = limits.most_at_once if kind is LimitKind.CONCURRENCY else getattr(limits, kind.value)
-    if kind is LimitKind.CONCURRENCY and not limits.max_concurrent_requests:
-        source = f"tokens_per_minute / {LEAST_OUTPUT}"
-    wait_s = verdict.retry_after_s
-    return RateLimitError(
-        f"the key {record.name!r} may have {most} {_LIMITS[kind]} ({source}), and has used "
-        f"them. Fix: retry in {wait_s:.3g} s",
-        headers={
-            **headers,
-            "Retry-After": str(max(1, math.ceil(wait_s))),
-            "retry-after-ms": str(max(1, math.ceil(wait_s * 1000))),
-        },
-    )
-
-
-def _headers_of(verdict: Verdict) -> dict[str, str]:
-    """As OpenAI names them; a limit that the key does not have is left out."""
-    headers: dict[str, str] = {}
-    for name, level in (("requests", verdict.requests), ("tokens", verdict.tokens)):
-        if level is not None:
-            headers |= _headers_of_level(name, level)
-    return headers
-
-
-def _headers_of_level(name: str, level: Level) -> dict[str, str]:
-    return {
-        f"x-ratelimit-limit-{name}": str(level.limit),
-        f"x-ratelimit-remaining-{name}": str(level.remaining),
-        f"x-ratelimit-reset-{name}": duration_text(level.reset_s),
-    }
-
-
-def duration_text(seconds: float) -> str:
-    """``seconds``, rounded up to a millisecond, as OpenAI writes it: "6m0s", "1.2s", "20ms"."""
-    total_ms = math.ceil(round(seconds * 1000, 6))
-    minutes, rest_ms = divmod(total_ms, 60_000)
-    if minutes:
-        return f"{minutes}m{rest_ms / 1000:g}s"
-    return f"{rest_ms / 1000:g}s" if rest_ms >= 1000 else f"{rest_ms}ms"
