@@ -160,17 +160,13 @@ class OpenAIEndpoints:
         serving = self._serving
         with serving.backends.body() as held:
             call = await self._receive(request, parse, check, held, received)
-            readiness = call.backend.readiness
-            if not readiness.was_ready:
-                missing = ", ".join(readiness.missing())
-                raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
             if call.use is None and call.rules is None:
                 return await answer(call)
             asked = tokens_asked_for(call.body, call.num_bytes, call.num_choices)
             async with serving.gate.admit(request, *asked):
                 if call.rules is not None:
                     limit = earliest(limits_from_arrival(serving.section, received))
-                    made = await call.rules.compile(call.backend.compilers, limit)
+                    made = await call.rules.compile(call.backend.compilers, limit, call.use)
                     call = replace(call, compiled=made)
                 return await answer(call)
 
@@ -184,7 +180,7 @@ class OpenAIEndpoints:
     ) -> Call[RequestT]:
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
-        All that can be refused without a tokenizer is refused here.
+        All that can be refused without a tokenizer is refused here, and all while a cluster starts.
         """
         serving, section = self._serving, self._serving.section
         raw = await read_body(
@@ -218,7 +214,14 @@ class OpenAIEndpoints:
                 num_bytes=len(raw),
             )
 
-        return await serving.lanes.run(len(raw), checked, use)
+        call = await serving.lanes.run(len(raw), checked, use)
+        readiness = call.backend.readiness
+        if readiness.was_ready:
+            return call
+        if not await readiness.first_pair():
+            missing = ", ".join(readiness.missing())
+            raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
+        return await serving.lanes.run(len(raw), checked, use)  # by the limits of its workers
 
     async def _answer(
         self,
