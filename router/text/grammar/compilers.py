@@ -1,8 +1,8 @@
 """The grammars of one router process: made in processes beside it, and kept.
 
 Nothing is started or imported before the first form comes, unless `warm` was called. What takes too
-long, or ends its process, is refused, and remembered as such. Two requests with one form wait for
-one grammar. One event loop owns all of this and never waits.
+long, or ends its process, is refused, and remembered as such. Two requests of a tenant with one
+form wait for one grammar. One event loop owns all of this and never waits.
 
 Tenants take turns by the seconds of CPU that their forms have had. There are two processes; the
 second is started when forms wait for the first, and one that was ended is started again at once.
@@ -73,7 +73,8 @@ class Compilers:
         """Processes by the tenant whose form they compile, or were ended by."""
         self._kept: OrderedDict[bytes, Answer] = OrderedDict()
         self._num_kept_bytes = 0
-        self._pending: dict[bytes, tuple[str, asyncio.Task[Answer]]] = {}
+        self._pending: dict[tuple[str, bytes], asyncio.Task[Answer]] = {}
+        """By tenant, too: nobody stands in the line of another who has asked for the same."""
         self._starting = BackgroundTasks()
 
     @property
@@ -96,7 +97,7 @@ class Compilers:
         Args:
             forms: what one request asks for.
             param: the field that asks for it.
-            payer: who asks, and pays where nobody has asked for the same before.
+            payer: who asks, and pays where nothing of it is kept.
 
         Raises:
             RequestError: none can be made; says of which field, and why.
@@ -120,7 +121,7 @@ class Compilers:
 
     async def close(self) -> None:
         """End the processes; who waits is told nothing more."""
-        tasks = [task for _, task in self._pending.values()]
+        tasks = list(self._pending.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -131,18 +132,18 @@ class Compilers:
     async def _wait_for(
         self, key: bytes, formats: Sequence[Mapping[str, Any]], payer: Payer | None
     ) -> Answer:
-        found = self._pending.get(key)
-        if found is None:
-            tenant = (NO_TIER if payer is None else payer.standing).tenant
-            self._check_room(tenant)
+        own = (NO_TIER if payer is None else payer.standing).tenant, key
+        task = self._pending.get(own)
+        if task is None:
+            self._check_room(own[0])
             task = asyncio.create_task(self._make(key, formats, payer), name="grammar")
-            found = self._pending[key] = tenant, task
-            task.add_done_callback(lambda _: self._pending.pop(key))
+            self._pending[own] = task
+            task.add_done_callback(lambda _: self._pending.pop(own))
         # Who asked may leave; the next one who asks the same finds it made.
-        return await asyncio.shield(found[1])
+        return await asyncio.shield(task)
 
     def _check_room(self, tenant: str) -> None:
-        num_own = sum(owner == tenant for owner, _ in self._pending.values())
+        num_own = sum(owner == tenant for owner, _ in self._pending)
         if len(self._pending) >= MAX_WAITING or num_own >= MAX_WAITING // 2:
             raise TooManyRequestsError(
                 f"{len(self._pending)} grammars wait to be compiled, {num_own} of them yours. "
@@ -156,6 +157,9 @@ class Compilers:
         process = await self._wait(turn)
         cpu_s = 0.0
         try:
+            answer = self._kept.get(key)
+            if answer is not None:  # another tenant has asked for the same
+                return answer
             answer, cpu_s = await process.ask(formats, self._cpu_s)
         finally:
             self._line.charge(turn.standing.tenant, cpu_s)

@@ -191,7 +191,7 @@ async def test_too_many_at_once_are_asked_to_wait(
     with pytest.raises(TooManyRequestsError, match="2 grammars wait to be compiled, 2 of them"):
         await compiled(made, "c", "alice")
     tasks += [asyncio.create_task(compiled(made, pattern, "bob")) for pattern in "cd"]
-    tasks.append(asyncio.create_task(compiled(made, "a", "carol")))  # as alice has asked
+    tasks.append(asyncio.create_task(compiled(made, "a", "alice")))  # as she has asked
     await asyncio.sleep(0)
     assert made.num_pending == 4
     with pytest.raises(TooManyRequestsError, match="4 grammars wait to be compiled, 0 of them"):
@@ -217,12 +217,15 @@ async def test_a_form_finds_a_process_whatever_another_tenant_has_compiled(
             )
             for name in "abcdef"
         ]
+        hostile.append(
+            asyncio.create_task(made.compile([matching("[x]")], param="x", payer=mallory))
+        )
         await asyncio.sleep(0)
         assert "rules" in await compiled(made, "[a-z]", "alice")
         with pytest.raises(RequestError, match=r"more than 0\.5 s"):
             await hostile[0]
         assert mallory.paid_s == [0.5]
-        for pattern in "abc":
+        for pattern in ("a", "b", "[x]"):  # the last as mallory asked before, who waits
             assert "rules" in await compiled(made, pattern, "alice")
         assert not any(task.done() for task in hostile[1:])
     finally:
