@@ -104,10 +104,10 @@ class Gate:
         self._metrics = metrics
         self._holder = holder_of(os.getpid())
         self._running: set[KeyUse] = set()
-        """Of keys with limits."""
+        """Of keys whose tokens are limited."""
         self._cpu_s: Counter[str] = Counter()
         """By key, since the last tick."""
-        self.follow()
+        self._follow()
         if source is not None and not source.current().num_operators:
             logger.info(
                 "no key has the right operations: the console is closed "
@@ -127,7 +127,7 @@ class Gate:
         for name, cpu_s in self._cpu_s.items():
             self._metrics.count_key_cpu(name, cpu_s)
         self._cpu_s.clear()
-        self.follow()
+        self._follow()
 
     def _spent_cpu(self, record: KeyRecord, cpu_s: float) -> None:
         self._cpu_s[record.name] += cpu_s
@@ -135,7 +135,7 @@ class Gate:
         if num_requests > 0 and record.limits.requests_per_minute:
             self._ledger.spend(record.name, num_requests=num_requests)
 
-    def follow(self) -> None:
+    def _follow(self) -> None:
         """Look whether the file of keys has changed."""
         if self._source is None:
             return
@@ -275,7 +275,8 @@ class Gate:
                 metrics.count_key_request(record.name, use.outcome)
                 raise refusal_of(record, verdict.refused_by, verdict, use.headers)
             use.num_taken = verdict.num_tokens
-            self._running.add(use)
+            if record.limits.tokens_per_minute:
+                self._running.add(use)
         metrics.count_key_request(record.name, ADMITTED)
         try:
             yield
