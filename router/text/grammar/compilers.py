@@ -76,6 +76,7 @@ class Compilers:
         self._pending: dict[tuple[str, bytes], asyncio.Task[Answer]] = {}
         """By tenant, too: nobody stands in the line of another who has asked for the same."""
         self._starting = BackgroundTasks()
+        self._num_starting = 0
 
     @property
     def num_pending(self) -> int:
@@ -192,7 +193,8 @@ class Compilers:
         """Give processes that are idle to those whose turn it is; start one where none is."""
         while len(self._line):
             if not self._idle:
-                self._start_one()
+                if len(self._line) > self._num_starting:
+                    self._start_one()
                 return
             turn = self._line.pop(self._may_have_another)
             if turn is None:
@@ -211,12 +213,15 @@ class Compilers:
             self._idle.append(process)
             self._begin()
         else:
-            self._starting.start(self._start(process, tenant), name="grammar-process")
+            self._start_soon(process, tenant)
 
     def _start_one(self) -> None:
         if self._off:
-            process = self._off.pop()
-            self._starting.start(self._start(process, None), name="grammar-process")
+            self._start_soon(self._off.pop(), None)
+
+    def _start_soon(self, process: CompileProcess, tenant: str | None) -> None:
+        self._num_starting += 1
+        self._starting.start(self._start(process, tenant), name="grammar-process")
 
     async def _start(self, process: CompileProcess, tenant: str | None) -> None:
         """Start ``process``, which is ``tenant``'s until it is there; None: nobody's."""
@@ -231,6 +236,7 @@ class Compilers:
                 if not turn.process.done():
                     turn.process.set_exception(error)
         finally:
+            self._num_starting -= 1
             if tenant is not None:
                 self._held[tenant] -= 1
         self._begin()
