@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -105,7 +105,7 @@ class Gate:
         self._holder = holder_of(os.getpid())
         self._running: set[KeyUse] = set()
         """Of keys whose tokens are limited."""
-        self._cpu_s: Counter[str] = Counter()
+        self._cpu_s: defaultdict[str, float] = defaultdict(float)
         """By key, since the last tick."""
         self._follow()
         if source is not None and not source.current().num_operators:
