@@ -54,16 +54,18 @@ class _Piece(Generic[T]):
         self.standing = NO_TIER if payer is None else payer.standing
         self.has_left = threading.Event()
         self.result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self.cpu_s = 0.0
-        self._work = work
+        self.work = work
+        self.cpu_s: list[float] = []
+        """What it took, once it has run."""
 
-    def run(self) -> T:
-        """The result; any thread may ask, once."""
-        began = time.thread_time()
-        try:
-            return self._work(self.has_left.is_set)
-        finally:
-            self.cpu_s = time.thread_time() - began
+
+def _timed(work: Work[T], has_left: threading.Event, cpu_s: list[float]) -> T:
+    """In a thread. It is told no piece: a failure knows its frames, and a piece its failure."""
+    began = time.thread_time()
+    try:
+        return work(has_left.is_set)
+    finally:
+        cpu_s.append(time.thread_time() - began)
 
 
 class _Lane:
@@ -82,6 +84,8 @@ class _Lane:
         finally:
             piece.has_left.set()
             self._line.remove(piece)
+            # Its failure knows this frame: together they would keep the text until it is collected.
+            del piece
 
     def close(self) -> None:
         for piece in list(self._line):
@@ -95,14 +99,17 @@ class _Lane:
             if piece.result.done():
                 continue  # its caller has left in this turn of the loop
             self._num_free -= 1
-            running = loop.run_in_executor(self._executor, piece.run)
+            running = loop.run_in_executor(
+                self._executor, _timed, piece.work, piece.has_left, piece.cpu_s
+            )
             running.add_done_callback(partial(self._ended, piece))
 
     def _ended(self, piece: _Piece[T], running: asyncio.Future[T]) -> None:
         self._num_free += 1
-        self._line.charge(piece.standing.tenant, piece.cpu_s)
+        cpu_s = sum(piece.cpu_s)
+        self._line.charge(piece.standing.tenant, cpu_s)
         if piece.payer is not None:
-            piece.payer.pay(piece.cpu_s)
+            piece.payer.pay(cpu_s)
         if running.cancelled():
             piece.result.cancel()
             return

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -119,6 +122,33 @@ async def test_seconds_of_cpu_are_paid_for_wherever_they_are_spent_and_who_has_l
     go.set()
     await until(lambda: len(tenant.paid_s) == 7)
     assert all(0.02 <= paid < 10 for paid in tenant.paid_s)
+
+
+class Text:
+    """What work is about; a reference to it is weak."""
+
+
+async def test_work_that_fails_leaves_nothing_for_the_garbage_collector(lanes: Lanes) -> None:
+    """8 MiB each, and a collector that stops the event loop."""
+    kept: list[weakref.ref[Text]] = []
+
+    async def fail() -> None:
+        text = Text()
+        kept.append(weakref.ref(text))
+
+        def work(_: object) -> None:
+            raise ValueError(f"{text} is no request")
+
+        with contextlib.suppress(ValueError):
+            await lanes.run(LONG_BYTES + 1, work, Tenant("alice"))
+
+    gc.disable()
+    try:
+        await fail()
+        await asyncio.sleep(0)
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_many_texts_are_encoded_as_one_by_one(tokenizer: Tokenizer) -> None:
