@@ -17,6 +17,8 @@ from datetime import UTC, datetime
 
 from runtime.errors import ConfigError
 
+LEAST_OUTPUT = 256
+"""Tokens that an answer of unknown length is taken for at least."""
 PREFIX = "sk-tandem-"
 RANDOM_BYTES = 32
 MAX_KEYS = 1000
@@ -34,6 +36,17 @@ class KeyLimits:
     """Of prompts and outputs together."""
     max_concurrent_requests: int = 0
     """From a request's admission to the end of its answer, queues included."""
+
+    @property
+    def most_at_once(self) -> int:
+        """Requests that may run at once; 0: as many as it likes.
+
+        Where tokens alone are limited: as many as a minute's tokens are answers of LEAST_OUTPUT.
+        All of them may turn out to be long, and the debt is the larger the more there are.
+        """
+        if self.max_concurrent_requests or not self.tokens_per_minute:
+            return self.max_concurrent_requests
+        return max(1, self.tokens_per_minute // LEAST_OUTPUT)
 
     @property
     def is_unlimited(self) -> bool:
