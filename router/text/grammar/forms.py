@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.text.grammar.plain_pattern import plain
 from router.text.grammar.schema import Canonical, canonical
 from router.text.grammar.schema_errors import spelled
 from router.text.marks import MarkTable
@@ -43,7 +44,7 @@ def text(value: str) -> Form:
 
 def matching(pattern: str) -> Form:
     """What the regular expression ``pattern`` takes as a whole."""
-    return Form(format={"type": "regex", "pattern": pattern})
+    return Form(format={"type": "regex", "pattern": plain(pattern)})
 
 
 def by_rules(ebnf: str) -> Form:
