@@ -21,7 +21,7 @@ from decode.requests import Claim, DecodeRequest
 from decode.reservations import RankLimits, Reservations
 from decode.scheduler import DecodeScheduler, StepPlan
 from decode.tickets import TicketDesk
-from engine.constraint.matcher import Matcher
+from engine.constraint.constraints import AnyMatcher
 from engine.memory.block_pool import BlockPool
 from engine.sampling.inputs import SampledToken
 from engine.step_error import StepError
@@ -106,7 +106,7 @@ class DecodeRank:
         self._reservations.claim(claim)
         self._admit()
 
-    def matched(self, request: DecodeRequest, making: Future[Matcher | None]) -> None:
+    def matched(self, request: DecodeRequest, making: Future[AnyMatcher | None]) -> None:
         """The grammar of a request is compiled, or cannot be; it may be over by now."""
         error = making.exception()
         if error is None:
@@ -165,6 +165,7 @@ class DecodeRank:
             self.live.expire(now)
             if self._drain is not None and now >= self._drain[0]:
                 self.live.fail_all(self._drain[1])
+        self._end_late()
         self._admit()
         if self._scheduler.must_wait:
             assert complete_launched is not None
@@ -193,12 +194,13 @@ class DecodeRank:
 
         A request that ended since the step was planned gets none, and one that ends gets none
         behind that: nobody hears of those tokens. One without any has no usable logits, or nothing
-        that its constraint allows, and fails alone.
+        that its constraint allows, and fails alone; unless its row was lost: it runs that again.
         """
         num_tokens = 0
         verified = verified or [0] * len(sampled)
-        for request, tokens, num_drafts in zip(plan.requests, sampled, verified, strict=True):
-            if not self._scheduler.land(request):
+        shares = zip(plan.requests, plan.scheduled, sampled, verified, strict=True)
+        for request, share, tokens, num_drafts in shares:
+            if not self._scheduler.land(request) or share.is_lost:
                 continue
             if not tokens:
                 # Its KV may be what the numbers were lost in: no later prompt may find it.
@@ -208,13 +210,38 @@ class DecodeRank:
             given, reason = self._append(request, tokens)
             num_tokens += len(given)
             self._metrics.drafts.verified(num_drafts, len(given) - 1)
-            tell_tokens(self.news, request, given, reason, num_drafts)
-            if reason is not None:
-                self._growth.observe(request.request.num_output_tokens, request.request.sampling)
-                self._metrics.decoded(self._clock() - request.started_at)
-                self._scheduler.finish(request)
-                self.live.forget(request, reason)
+            if reason is None:
+                tell_tokens(self.news, request, given, None, num_drafts)
+            else:
+                self._finish(request, given, reason, num_drafts)
         return num_tokens
+
+    def _finish(
+        self,
+        request: DecodeRequest,
+        tokens: Sequence[SampledToken],
+        reason: FinishReason,
+        num_drafts: int = 0,
+    ) -> None:
+        """Tell the last tokens of a request that is over."""
+        tell_tokens(self.news, request, tokens, reason, num_drafts)
+        self._growth.observe(request.request.num_output_tokens, request.request.sampling)
+        self._metrics.decoded(self._clock() - request.started_at)
+        self._scheduler.finish(request)
+        self.live.forget(request, reason)
+
+    def _end_late(self) -> None:
+        """End what was found to be over, or not to go on, after its last token was told."""
+        for request in tuple(self._scheduler.running):
+            inner = request.request
+            matcher = inner.matcher
+            if matcher is None or matcher.is_binding or inner.num_launched_tokens:
+                continue
+            if matcher.error is not None:
+                error = copy_of(matcher.error, request.request_id)
+                self.live.end(request, FinishReason.ERROR, error)
+            elif matcher.is_over:
+                self._finish(request, (), FinishReason.COMPLETE)
 
     def _append(
         self, request: DecodeRequest, tokens: Sequence[SampledToken]

@@ -68,7 +68,9 @@ class Compilers:
         """Of the process beside this one; None: there is none."""
         return None if self._process is None else self._process.pid
 
-    async def compile(self, forms: Sequence[Form], *, param: str) -> list[str]:
+    async def compile(
+        self, forms: Sequence[Form], *, param: str, is_guarded: bool = False
+    ) -> list[str]:
         """The grammar of each of ``forms``, as it travels to workers.
 
         The first is compiled for the model's vocabulary; the others are the same with a beginning.
@@ -76,13 +78,15 @@ class Compilers:
         Args:
             forms: what one request asks for.
             param: the field that asks for it.
+            is_guarded: a client wrote what they are made of: they are tried out as well.
 
         Raises:
             RequestError: none can be made; says of which field, and why.
             TooManyRequestsError: too many others wait for theirs.
         """
         formats = [form.format for form in forms]
-        line = orjson.dumps({"formats": formats, "cpu_s": self._cpu_s}) + b"\n"
+        asked = {"formats": formats, "cpu_s": self._cpu_s, "is_guarded": is_guarded}
+        line = orjson.dumps(asked) + b"\n"
         key = hashlib.blake2b(line).digest()
         answer = self._kept.get(key)
         if answer is None:
