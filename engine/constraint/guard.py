@@ -132,7 +132,7 @@ class Guard:
                 end = _fork_by(self._running())
         end.settimeout(START_S)
         try:
-            send(end, {"grammar": text})
+            send(end, {"grammar": text, "cpu_s": COMPILE_CPU_S})
             answer, _ = Messages(end).next()
         except (EOFError, ConnectionError):
             end.close()

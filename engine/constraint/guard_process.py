@@ -27,7 +27,6 @@ import numpy as np
 from engine.constraint.constraints import make_matcher
 from engine.constraint.grammars import CompiledGrammar, Grammars
 from engine.constraint.guard import (
-    COMPILE_CPU_S,
     CREDIT_CPU_S,
     MASK_CPU_S,
     MAX_BYTES,
@@ -142,7 +141,7 @@ def _follow_grammar(grammars: Grammars, vocab_size: int, end: socket.socket) -> 
     """Compile what comes by `end`, and follow its outputs."""
     content, _ = Messages(end).next()
     try:
-        with Credit(COMPILE_CPU_S).spent():
+        with Credit(content["cpu_s"]).spent():
             grammar = grammars.compile(content["grammar"])
     except TandemError as error:
         send(end, _told(error))

@@ -2,9 +2,9 @@
 
 ``python -m router.text.grammar.compile_process FOLDER VOCAB_SIZE`` reads one JSON object a line:
 ``{"formats": [...], "cpu_s": ..., "is_guarded": ...}``. It answers one line each:
-``{"grammars": [...]}``, one for each format as it travels, or ``{"problem": ..., "schema": ...}``. The
-first is compiled for the vocabulary as well, as the workers will, and a guarded one is tried out
-(``walks``).
+``{"grammars": [...]}``, one for each format as it travels, or ``{"problem": ..., "schema": ...}``.
+The first format is compiled for the model's vocabulary as well, as the workers will, and where it
+is guarded it is tried out (``walks``).
 
 A process of its own, as the library may take minutes, or end, for a schema of a kilobyte, and
 importing it imports torch. It ends itself once one request has used its seconds of CPU, and with

@@ -17,29 +17,30 @@ import statistics
 import struct
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 import numpy as np
 
 from engine.constraint.grammars import CompiledGrammar
+from engine.constraint.guard import MASK_CPU_S
 from engine.constraint.matcher import num_mask_words
 
 NUM_TOKENS: Final = 256
 """Of a walk."""
-NUM_SEEDS: Final = 3
-MASK_CPU_S: Final = 0.05
-"""That one mask may take where it takes more than those of the first tokens: most take a
-thousandth of it, on any vocabulary."""
-GROWTH: Final = 4
-"""By which late masks may cost more than early ones."""
+NUM_WALKS: Final = 3
 ENOUGH_CPU_S: Final = 0.25
 """After which a walk that has shown nothing is over."""
 WALK_CPU_S: Final = 0.75
 """After which any walk is over."""
 MOST_CPU_S: Final = 0.5
-"""That one mask may take at all."""
-_WINDOW: Final = 8
-"""Masks that are compared."""
+"""That one mask may take at all; most take a ten-thousandth, on any vocabulary."""
+MANY_CPU_S: Final = 2 * MASK_CPU_S
+"""That one after another may take: the worker's guard lasts for a few of these."""
+NOTED_CPU_S: Final = 0.02
+"""That masks may take which cost more and more."""
+RISE: Final = 1.25
+"""By which a few masks cost more than the few before them, where they do."""
+_WINDOW: Final = 5
 _COST = struct.Struct("<d")
 
 
@@ -48,44 +49,62 @@ def try_out(grammar: CompiledGrammar, vocab_size: int) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        status = 1
-        try:
-            # Its signal is to end: a mask that takes too long, and no number of others.
-            signal.setitimer(signal.ITIMER_PROF, NUM_SEEDS * WALK_CPU_S + 2 * MOST_CPU_S)
-            _walk_all(grammar, vocab_size, lambda cost: os.write(writing, _COST.pack(cost)))
-            status = 0
-        finally:
-            os._exit(status)
+        _be_tried(grammar, vocab_size, writing)
     os.close(writing)
+    costs: list[float] = []
+    problem = ""
     with os.fdopen(reading, "rb") as pipe:
-        costs = [cost for (cost,) in _COST.iter_unpack(pipe.read())]
+        while not problem and len(read := pipe.read(_COST.size)) == _COST.size:
+            costs += _COST.unpack(read)
+            problem = _problem(costs)
+    if problem:
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    for index, cost in enumerate(costs):
-        if cost > MOST_CPU_S:
-            return _told(index, f"takes {cost:.1f} s of CPU")
-        if index >= _WINDOW and _is_grown(costs, costs[index - _WINDOW : index]):
-            return _told(index, f"takes {cost * 1000:.0f} ms of CPU")
-    if os.WIFSIGNALED(status) or os.WEXITSTATUS(status):
-        return _told(len(costs), f"takes more than {MOST_CPU_S:g} s of CPU, or too much memory")
+    if not problem and status:
+        problem = _told(len(costs), f"more than {MOST_CPU_S:g} s of CPU, or too much memory")
+    return problem
+
+
+def _problem(costs: list[float]) -> str:
+    if costs[-1] > MOST_CPU_S:
+        return _told(len(costs), f"{costs[-1]:.1f} s of CPU")
+    if len(costs) < 3 * _WINDOW:
+        return ""
+    first, second, third = (
+        statistics.median(costs[len(costs) - back * _WINDOW :][:_WINDOW]) for back in (3, 2, 1)
+    )
+    is_rising = third > NOTED_CPU_S and third > RISE * second and second > RISE * first
+    if third > MANY_CPU_S or is_rising:
+        return _told(len(costs), f"{third * 1000:.0f} ms of CPU")
     return ""
 
 
-def _is_grown(costs: list[float], late: list[float]) -> bool:
-    middle = statistics.median(late)
-    return middle > MASK_CPU_S and middle > GROWTH * statistics.median(costs[:_WINDOW])
+def _be_tried(grammar: CompiledGrammar, vocab_size: int, writing: int) -> NoReturn:
+    """Walk, and end."""
+    status = 1
+    try:
+        # Its signal is to end: a mask that takes too long, and no number of others.
+        signal.setitimer(signal.ITIMER_PROF, NUM_WALKS * WALK_CPU_S + 2 * MOST_CPU_S)
+        for seed in range(NUM_WALKS):
+            again = seed / (NUM_WALKS - 1)
+            _walk(
+                grammar,
+                vocab_size,
+                random.Random(seed),
+                again,
+                lambda cost: os.write(writing, _COST.pack(cost)),
+            )
+        status = 0
+    finally:
+        os._exit(status)
 
 
 def _told(num_masks: int, cost: str) -> str:
     return (
-        f"is too ambiguous: after {num_masks} tokens of a try, finding what may come next {cost}. "
-        "Fix: write it so that a text can be read in one way, without repeats within repeats"
+        f"is too ambiguous: after {num_masks} tokens of a try, finding what may come next takes "
+        f"{cost}. Fix: write it so that a text can be read in one way, without repeats within "
+        "repeats"
     )
-
-
-def _walk_all(grammar: CompiledGrammar, vocab_size: int, tell: Callable[[float], object]) -> None:
-    """Walk along random tokens, along one that is repeated, and along both."""
-    for seed in range(NUM_SEEDS):
-        _walk(grammar, vocab_size, random.Random(seed), (0.0, 1.0, 0.5)[seed % 3], tell)
 
 
 def _walk(
@@ -104,7 +123,7 @@ def _walk(
         cost = time.process_time() - begun
         tell(cost)
         spent += cost
-        if spent > WALK_CPU_S or (spent > ENOUGH_CPU_S and cost < MASK_CPU_S / GROWTH):
+        if spent > WALK_CPU_S or (spent > ENOUGH_CPU_S and cost < NOTED_CPU_S / 2):
             return
         legal = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size])
         if not len(legal):
