@@ -245,11 +245,12 @@ class GuardedMatcher:
     def __init__(self, end: socket.socket, num_taken: int) -> None:
         """Take the socket of a process that waits for a beginning."""
         self._end, self._messages = end, Messages(end)
-        weakref.finalize(self, _close_output, end)
+        closing = weakref.finalize(self, _close_output, end)
         with self._counting:
             GuardedMatcher._num_live += 1
             is_full = GuardedMatcher._num_live > MAX_OUTPUTS
         if is_full:
+            closing()
             raise OverloadedError(
                 f"{MAX_OUTPUTS} outputs by clients' own grammars are written here: try again"
             )

@@ -163,7 +163,7 @@ def _simple(node: _Node) -> _Node:
     if _may_be_nothing(body):
         least = 0
     if most is None and least < 2:
-        body = _without_nothing(body)
+        body = _simple(_without_nothing(body))
         if body == _Run(()):
             return body
     return _counted_once(body, least, most)
@@ -189,8 +189,15 @@ def _without_nothing(node: _Node) -> _Node:
         found = [_without_nothing(choice) for choice in node.choices]
         kept = [choice for choice in found if choice != _Run(())]
         return _any_of(kept) if kept else _Run(())
-    if isinstance(node, _Run) and node.parts and all(map(_may_be_nothing, node.parts)):
-        return _without_nothing(_Either(node.parts))
+    if isinstance(node, _Run) and node.parts:
+        needed = [index for index, part in enumerate(node.parts) if not _may_be_nothing(part)]
+        if not needed:
+            return _without_nothing(_Either(node.parts))
+        if len(needed) == 1:  # where the others are nothing, one more of it is one more of all
+            (index,) = needed
+            parts = list(node.parts)
+            parts[index] = _without_nothing(parts[index])
+            return _run(parts)
     if isinstance(node, _Repeat) and node.least < 2:
         return _without_nothing(node.body)
     return node
