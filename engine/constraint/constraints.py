@@ -69,6 +69,14 @@ class _Entry:
     outcome: Future[Compiled | GuardedGrammar]
     num_bytes: int = 0
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether what was compiled is in a process that has ended."""
+        if not self.num_bytes or not self.outcome.done():
+            return False
+        compiled = self.outcome.result()
+        return isinstance(compiled, GuardedGrammar) and compiled.is_gone
+
 
 class Constraints:
     """The grammars of one model in one process."""
@@ -178,6 +186,9 @@ class Constraints:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._replays.shutdown(wait=False, cancel_futures=True)
         self._beginnings.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for key in [key for key, entry in self._entries.items() if entry.num_bytes]:
+                del self._entries[key]
         if self._guard is not None:
             self._guard.close()
 
@@ -202,9 +213,11 @@ class Constraints:
     def _compiled(self, key: _Key) -> Future[Compiled | GuardedGrammar]:
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None:
+            if entry is not None and not entry.is_gone:
                 self._entries.move_to_end(key)
                 return entry.outcome
+            if entry is not None:
+                self._num_bytes -= entry.num_bytes
             entry = self._entries[key] = _Entry(Future())
 
         def told(work: Future[None]) -> None:
@@ -239,7 +252,10 @@ class Constraints:
             entry.num_bytes = compiled.num_bytes + len(key.text)
             self._num_bytes += entry.num_bytes
             self._evict()
-        entry.outcome.set_result(compiled)
+            # What is kept holds none of those who waited: their outputs would never end.
+            waiting, entry.outcome = entry.outcome, Future()
+            entry.outcome.set_result(compiled)
+        waiting.set_result(compiled)
 
     def _evict(self) -> None:
         """Forget the least recently used of those that are compiled."""

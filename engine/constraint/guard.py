@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -39,6 +40,8 @@ from runtime.sampling import OutputConstraint
 
 WAIT_S: Final = 0.02
 """That a step waits for the masks of all its rows."""
+LATE_S: Final = 30.0
+"""That a mask may be late, where others leave it little CPU."""
 MASK_CPU_S: Final = 0.05
 """That a mask may take, again and again: most take a thousandth of it."""
 CREDIT_CPU_S: Final = 1.0
@@ -46,7 +49,9 @@ CREDIT_CPU_S: Final = 1.0
 COMPILE_CPU_S: Final = 5.0
 """That one grammar may take, as in the router's process."""
 MAX_BYTES: Final = 4 << 30
-"""Of address space that one process may take beyond what the libraries have."""
+"""Of address space that compiling may take, beyond what the libraries have."""
+OUTPUT_BYTES: Final = 256 << 20
+"""The same of following an output."""
 MAX_OUTPUTS: Final = 256
 """At a time in one worker; each has a process of some megabytes."""
 PROCESS_BYTES: Final = 16 << 20
@@ -197,7 +202,18 @@ class GuardedGrammar:
     def __init__(self, end: socket.socket, num_bytes: int) -> None:
         self._end, self.num_bytes = end, num_bytes + PROCESS_BYTES
         self._lock = threading.Lock()
+        end.setblocking(False)  # nothing more comes by it
         weakref.finalize(self, end.close)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its process has ended."""
+        try:
+            return not self._end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def begin(
         self, constraint: OutputConstraint, stop_token_ids: Sequence[int], output: Sequence[int]
@@ -257,7 +273,7 @@ class GuardedMatcher:
         self._num_asked = 0
         self._process_id, self._cpu_s = 0, 0.0
         self._over_at: int | None = None
-        self._is_late = False
+        self._is_late, self._late_until = False, 0.0
         self.num_taken = num_taken
         self.is_over = False
         self.error: TandemError | None = None
@@ -267,17 +283,24 @@ class GuardedMatcher:
     def begin(self, content: Mapping[str, Any], output: Sequence[int]) -> None:
         """Say how the output begins, and wait for the first mask."""
         self._end.settimeout(START_S)
+        try:
+            hello, _ = self._messages.next()
+        except (EOFError, TimeoutError) as error:
+            raise InternalError("the process that follows an output does not start") from error
+        self._process_id = hello["process_id"]
         self._ask(content, output)
         self.settle(time.monotonic() + WAIT_S)
-        self.settle(time.monotonic() + START_S)
+        self.settle(time.monotonic() + LATE_S)
         if self._is_late:
-            self.error = InternalError(f"no mask was made within {START_S:.0f} s")
+            self._give_up()
 
     @property
     def is_ready(self) -> bool:
         """Whether the mask of the next token is there, or why there will be none."""
         if self._is_late:
             self.settle(0.0)
+        if self._is_late and time.monotonic() > self._late_until:
+            self._give_up()
         return not self._is_late
 
     @property
@@ -324,8 +347,7 @@ class GuardedMatcher:
             self._ask({"are_drafts": False}, token_ids)
 
     def _ask(self, content: Mapping[str, Any], token_ids: Sequence[int]) -> None:
-        if self._process_id:
-            self._cpu_s = _cpu_s_of(self._process_id)
+        self._cpu_s = _cpu_s_of(self._process_id)
         self._num_asked += 1
         try:
             send(self._end, content, np.array(token_ids, dtype=np.int32).tobytes())
@@ -338,7 +360,6 @@ class GuardedMatcher:
         if answer["are_drafts"]:
             self.words_behind = words[: answer["num_rows"]]
             return
-        self._process_id = answer["process_id"]
         if "error" in answer:
             self.error = _error_of(answer)
         elif answer["over_at"] is not None:
@@ -348,19 +369,24 @@ class GuardedMatcher:
 
     def _be_late(self) -> None:
         """Let the process that takes long have what CPU is left by others."""
-        if self._is_late or not self._process_id:
-            self._is_late = True
+        if self._is_late:
             return
-        self._is_late = True
+        self._is_late, self._late_until = True, time.monotonic() + LATE_S
         with contextlib.suppress(OSError):
             if _cpu_s_of(self._process_id) - self._cpu_s > WAIT_S / 2:
                 os.setpriority(os.PRIO_PROCESS, self._process_id, _LATE_NICENESS)
 
+    def _give_up(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process_id, signal.SIGKILL)
+        self._fail()
+
     def _fail(self) -> None:
-        self._num_asked = 0
+        self._num_asked, self._is_late = 0, False
         self.error = self.error or InvalidRequestError(
             f"constraint.grammar is too ambiguous: what may come after {self.num_taken} output "
-            f"tokens takes more than {CREDIT_CPU_S:g} s of CPU, or too much memory, to find. "
+            f"tokens takes more than {CREDIT_CPU_S:g} s of CPU, {LATE_S:g} s of time, or too much "
+            "memory, to find. "
             "Fix: write it so that a text can be read in one way"
         )
 

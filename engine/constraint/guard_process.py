@@ -30,6 +30,7 @@ from engine.constraint.guard import (
     CREDIT_CPU_S,
     MASK_CPU_S,
     MAX_BYTES,
+    OUTPUT_BYTES,
     Messages,
     send,
 )
@@ -68,6 +69,8 @@ class Output:
 
     def follow(self, end: socket.socket) -> None:
         """Answer what comes by `end`."""
+        limit_memory(OUTPUT_BYTES)
+        send(end, {"process_id": os.getpid()})
         messages = Messages(end)
         content, raw = messages.next()
         try:
@@ -75,15 +78,16 @@ class Output:
                 matcher = self._begin(content, _ids(raw))
                 answer = self._masked(matcher)
         except TandemError as error:
-            send(end, {"are_drafts": False, "process_id": os.getpid(), **_told(error)})
+            send(end, {"are_drafts": False, **_told(error)})
             return
         send(end, *answer)
         while True:
             content, raw = messages.next()
             ids = _ids(raw)
             with self._credit.spent(MASK_CPU_S * len(ids)):
-                answer = self._behind(matcher, ids) if content["are_drafts"] else None
-                if answer is None:
+                if content["are_drafts"]:
+                    answer = self._behind(matcher, ids)
+                else:
                     matcher.take_each(matcher.num_taken, ids)
                     answer = self._masked(matcher)
             send(end, *answer)
@@ -102,7 +106,7 @@ class Output:
         is_masked = matcher.is_binding
         if is_masked:
             matcher.fill(self._words)
-        answer: dict[str, Any] = {"are_drafts": False, "process_id": os.getpid()}
+        answer: dict[str, Any] = {"are_drafts": False}
         if matcher.error is not None:
             return {**answer, **_told(matcher.error)}, b""
         answer |= {"over_at": matcher.over_at, "num_rows": int(is_masked)}

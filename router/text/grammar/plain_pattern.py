@@ -85,7 +85,8 @@ def _either(pattern: str, at: int, level: int) -> tuple[_Node, int]:
     """What stands between ``at`` and the end of its group, and where that is."""
     if level > MAX_LEVELS:
         raise _UnknownError
-    choices, parts = [], []
+    choices: list[_Node] = []
+    parts: list[_Node] = []
     while at < len(pattern) and pattern[at] != ")":
         if pattern[at] == "|":
             choices.append(_run(parts))

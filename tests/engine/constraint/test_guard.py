@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,7 +190,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 def test_processes_end_with_what_they_follow(constraints: Constraints) -> None:
-    matcher = guarded(constraints, HONEST)
+    matcher = guarded(constraints, HONEST + ' | "first"')  # which waits for its grammar
     process = Path(f"/proc/{matcher._process_id}")
     assert process.exists()
     del matcher
@@ -214,7 +216,12 @@ def test_a_grammar_is_kept_and_a_guard_that_ended_is_started_again() -> None:
     assert first._process is not None
     first._process.kill()
     first._process.wait()
-    assert write(guarded(made, HONEST), random.Random(0), 2)  # by the process of the grammar
+    matcher = guarded(made, HONEST)  # by the process of the grammar
+    parent = int(Path(f"/proc/{matcher._process_id}/stat").read_text().split()[3])
+    os.kill(parent, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{parent}").exists(), "the end of the process")
+    assert write(matcher, random.Random(0), 2)
+    assert write(guarded(made, HONEST), random.Random(0), 2)
     assert write(guarded(made, HONEST + ' | "no"'), random.Random(0), 2)
     made.close()
 
