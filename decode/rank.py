@@ -165,7 +165,7 @@ class DecodeRank:
             self.live.expire(now)
             if self._drain is not None and now >= self._drain[0]:
                 self.live.fail_all(self._drain[1])
-        self._end_late()
+        _end_late(self)
         self._admit()
         if self._scheduler.must_wait:
             assert complete_launched is not None
@@ -213,35 +213,8 @@ class DecodeRank:
             if reason is None:
                 tell_tokens(self.news, request, given, None, num_drafts)
             else:
-                self._finish(request, given, reason, num_drafts)
+                _finish(self, request, given, reason, num_drafts)
         return num_tokens
-
-    def _finish(
-        self,
-        request: DecodeRequest,
-        tokens: Sequence[SampledToken],
-        reason: FinishReason,
-        num_drafts: int = 0,
-    ) -> None:
-        """Tell the last tokens of a request that is over."""
-        tell_tokens(self.news, request, tokens, reason, num_drafts)
-        self._growth.observe(request.request.num_output_tokens, request.request.sampling)
-        self._metrics.decoded(self._clock() - request.started_at)
-        self._scheduler.finish(request)
-        self.live.forget(request, reason)
-
-    def _end_late(self) -> None:
-        """End what was found to be over, or not to go on, after its last token was told."""
-        for request in tuple(self._scheduler.running):
-            inner = request.request
-            matcher = inner.matcher
-            if matcher is None or matcher.is_binding or inner.num_launched_tokens:
-                continue
-            if matcher.error is not None:
-                error = copy_of(matcher.error, request.request_id)
-                self.live.end(request, FinishReason.ERROR, error)
-            elif matcher.is_over:
-                self._finish(request, (), FinishReason.COMPLETE)
 
     def _append(
         self, request: DecodeRequest, tokens: Sequence[SampledToken]
@@ -318,3 +291,32 @@ class DecodeRank:
             f"pool ({self._pool.num_usable_blocks} blocks, decode.num_blocks) or in host memory "
             "(decode.preemption_host_blocks)"
         )
+
+
+def _end_late(rank: DecodeRank) -> None:
+    """End what was found to be over, or not to go on, after its last token was told."""
+    for request in tuple(rank._scheduler.running):
+        inner = request.request
+        matcher = inner.matcher
+        if matcher is None or matcher.is_binding or inner.num_launched_tokens:
+            continue
+        if matcher.error is not None:
+            error = copy_of(matcher.error, request.request_id)
+            rank.live.end(request, FinishReason.ERROR, error)
+        elif matcher.is_over:
+            _finish(rank, request, (), FinishReason.COMPLETE)
+
+
+def _finish(
+    rank: DecodeRank,
+    request: DecodeRequest,
+    tokens: Sequence[SampledToken],
+    reason: FinishReason,
+    num_drafts: int = 0,
+) -> None:
+    """Tell the last tokens of a request that is over."""
+    tell_tokens(rank.news, request, tokens, reason, num_drafts)
+    rank._growth.observe(request.request.num_output_tokens, request.request.sampling)
+    rank._metrics.decoded(rank._clock() - request.started_at)
+    rank._scheduler.finish(request)
+    rank.live.forget(request, reason)

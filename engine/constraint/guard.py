@@ -10,11 +10,9 @@ back when it is there. One that never comes ends its request, and nothing else.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -26,6 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from engine.constraint.guard_messages import Messages, send
 from engine.constraint.matcher import Int32Array, Matcher
 from runtime.errors import (
     ERRORS_BY_CODE,
@@ -59,48 +58,6 @@ PROCESS_BYTES: Final = 16 << 20
 START_S: Final = 120.0
 """That processes may take to answer: machines are busy."""
 _LATE_NICENESS: Final = 19
-_LENGTHS: Final = struct.Struct("<II")
-
-
-def send(end: socket.socket, content: Mapping[str, Any], raw: bytes = b"") -> None:
-    """Send a message: what JSON has, and bytes."""
-    text = json.dumps(content).encode()
-    end.sendall(b"".join((_LENGTHS.pack(len(text), len(raw)), text, raw)))
-
-
-class Messages:
-    """What comes by a socket, message by message."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        self._read = bytearray()
-
-    def next(self) -> tuple[dict[str, Any], bytes]:
-        """Wait for a message for as long as the socket's timeout; what came of it is kept.
-
-        Raises:
-            EOFError: the other end is closed.
-            TimeoutError, BlockingIOError: it is not there.
-        """
-        while (end := self._ends_at()) is None:
-            try:
-                piece = self._end.recv(1 << 18)
-            except ConnectionError:
-                piece = b""
-            if not piece:
-                raise EOFError
-            self._read += piece
-        num_text, num_raw = _LENGTHS.unpack_from(self._read)
-        content = bytes(self._read[_LENGTHS.size : end])
-        del self._read[:end]
-        assert len(content) == num_text + num_raw
-        return json.loads(content[:num_text]), content[num_text:]
-
-    def _ends_at(self) -> int | None:
-        if len(self._read) < _LENGTHS.size:
-            return None
-        end = _LENGTHS.size + sum(_LENGTHS.unpack_from(self._read))
-        return end if len(self._read) >= end else None
 
 
 class Guard:

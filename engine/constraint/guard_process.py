@@ -31,9 +31,8 @@ from engine.constraint.guard import (
     MASK_CPU_S,
     MAX_BYTES,
     OUTPUT_BYTES,
-    Messages,
-    send,
 )
+from engine.constraint.guard_messages import Messages, send
 from engine.constraint.matcher import Int32Array, Matcher, has_bit, num_mask_words
 from engine.constraint.vocabulary import read_vocabulary
 from runtime.errors import InternalError, TandemError

@@ -21,6 +21,8 @@ from runtime.sampling import OutputConstraint, SamplingParams
 from tests.engine.constraint.schemas import EOS, MODEL_DIR, VOCAB, serialized
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 HONEST = 'root ::= word (" " word){0,40} "." | "yes"\nword ::= [a-z]+'
 NESTED = "root ::= (([a-z]*)*)*"
 AMBIGUOUS = 'root ::= root root | [a-z ] | ""'
