@@ -16,7 +16,7 @@ from typing import TypeVar
 from decode.loop import EngineLoop
 from decode.rank import DecodeRank
 from decode.requests import Claim, ClaimUpdate, DecodeRequest, RejectedUpdate, TicketUpdate, Writer
-from engine.constraint.matcher import Matcher
+from engine.constraint.constraints import AnyMatcher
 from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError, TandemError
 from runtime.logging import get_logger
@@ -44,7 +44,7 @@ class RankBridge:
         if future.done():
             future.result()
 
-    def match(self, request: DecodeRequest, making: Future[Matcher | None]) -> None:
+    def match(self, request: DecodeRequest, making: Future[AnyMatcher | None]) -> None:
         """Give a request that is reserved its matcher, or end it, once `making` is done."""
         making.add_done_callback(lambda done: self._send(lambda: self._rank.matched(request, done)))
 

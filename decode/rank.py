@@ -21,7 +21,7 @@ from decode.requests import Claim, DecodeRequest
 from decode.reservations import RankLimits, Reservations
 from decode.scheduler import DecodeScheduler, StepPlan
 from decode.tickets import TicketDesk
-from engine.constraint.matcher import Matcher
+from engine.constraint.constraints import AnyMatcher
 from engine.memory.block_pool import BlockPool
 from engine.sampling.inputs import SampledToken
 from engine.step_error import StepError
@@ -106,7 +106,7 @@ class DecodeRank:
         self._reservations.claim(claim)
         self._admit()
 
-    def matched(self, request: DecodeRequest, making: Future[Matcher | None]) -> None:
+    def matched(self, request: DecodeRequest, making: Future[AnyMatcher | None]) -> None:
         """The grammar of a request is compiled, or cannot be; it may be over by now."""
         error = making.exception()
         if error is None:
@@ -165,6 +165,7 @@ class DecodeRank:
             self.live.expire(now)
             if (drain := self._drain) is not None and now >= drain[0]:
                 self.live.fail_all(lambda one: drain[1].of(one.request_id))
+        _end_late(self)
         self._admit()
         if self._scheduler.must_wait:
             assert complete_launched is not None
@@ -193,12 +194,13 @@ class DecodeRank:
 
         A request that ended since the step was planned gets none, and one that ends gets none
         behind that: nobody hears of those tokens. One without any has no usable logits, or nothing
-        that its constraint allows, and fails alone.
+        that its constraint allows, and fails alone; unless its row was lost: it runs that again.
         """
         num_tokens = 0
         verified = verified or [0] * len(sampled)
-        for request, tokens, num_drafts in zip(plan.requests, sampled, verified, strict=True):
-            if not self._scheduler.land(request):
+        shares = zip(plan.requests, plan.scheduled, sampled, verified, strict=True)
+        for request, share, tokens, num_drafts in shares:
+            if not self._scheduler.land(request) or share.is_lost:
                 continue
             if not tokens:
                 # Its KV may be what the numbers were lost in: no later prompt may find it.
@@ -208,12 +210,10 @@ class DecodeRank:
             given, reason = self._append(request, tokens)
             num_tokens += len(given)
             self._metrics.drafts.verified(num_drafts, len(given) - 1)
-            tell_tokens(self.news, request, given, reason, num_drafts)
-            if reason is not None:
-                self._growth.observe(request.request.num_output_tokens, request.request.sampling)
-                self._metrics.decoded(self._clock() - request.started_at)
-                self._scheduler.finish(request)
-                self.live.forget(request, reason)
+            if reason is None:
+                tell_tokens(self.news, request, given, None, num_drafts)
+            else:
+                _finish(self, request, given, reason, num_drafts)
         return num_tokens
 
     def _append(
@@ -291,3 +291,32 @@ class DecodeRank:
             f"pool ({self._pool.num_usable_blocks} blocks, decode.num_blocks) or in host memory "
             "(decode.preemption_host_blocks)"
         )
+
+
+def _end_late(rank: DecodeRank) -> None:
+    """End what was found to be over, or not to go on, after its last token was told."""
+    for request in tuple(rank._scheduler.running):
+        inner = request.request
+        matcher = inner.matcher
+        if matcher is None or matcher.is_binding or inner.num_launched_tokens:
+            continue
+        if matcher.error is not None:
+            error = matcher.error.of(request.request_id)
+            rank.live.end(request, FinishReason.ERROR, error)
+        elif matcher.is_over:
+            _finish(rank, request, (), FinishReason.COMPLETE)
+
+
+def _finish(
+    rank: DecodeRank,
+    request: DecodeRequest,
+    tokens: Sequence[SampledToken],
+    reason: FinishReason,
+    num_drafts: int = 0,
+) -> None:
+    """Tell the last tokens of a request that is over."""
+    tell_tokens(rank.news, request, tokens, reason, num_drafts)
+    rank._growth.observe(request.request.num_output_tokens, request.request.sampling)
+    rank._metrics.decoded(rank._clock() - request.started_at)
+    rank._scheduler.finish(request)
+    rank.live.forget(request, reason)

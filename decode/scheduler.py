@@ -173,6 +173,7 @@ class DecodeScheduler:
             request.is_parked = False
         if is_short or resumed or begun or is_parked:
             requests = [item for item in self._continuing() if not self._blocks.num_needed(item)]
+        requests = [item for item in requests if item.request.is_ready]
         self._blocks.reach_ahead(requests, num_spare=len(self.running))
         scheduled = [ScheduledRequest(item.request, 1) for item in requests]
         for item in scheduled:
@@ -189,6 +190,7 @@ class DecodeScheduler:
     def land(self, request: DecodeRequest) -> bool:
         """A step that ran the request is over; whether the request still is."""
         request.request.num_launched_tokens -= 1
+        request.request.is_held &= request.request.num_launched_tokens > 0
         if request.status is not DecodeStatus.FINISHED:
             return True
         if not request.request.num_launched_tokens:

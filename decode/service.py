@@ -23,8 +23,7 @@ from decode.metrics import DecodeMetrics
 from decode.outboxes import Outboxes
 from decode.places import Places
 from decode.requests import DecodeRequest, TicketUpdate, writer_key
-from engine.constraint.constraints import Constraints
-from engine.constraint.matcher import Matcher
+from engine.constraint.constraints import AnyMatcher, Constraints
 from runtime.errors import DrainingError, RequestCancelledError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
@@ -214,7 +213,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             nonce=request.nonce,
         )
 
-    def _begin_matching(self, request: DecodeRequest) -> Future[Matcher | None] | None:
+    def _begin_matching(self, request: DecodeRequest) -> Future[AnyMatcher | None] | None:
         """Have a grammar compiled, if there is one: the request can wait for its KV meanwhile."""
         inner = request.request
         if inner.is_ready:

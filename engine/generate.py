@@ -6,6 +6,7 @@ does, it must give these tokens. Not meant to be fast; `batch_size` only decodes
 together.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +15,7 @@ import torch
 
 from engine.attention.kv_spec import KVSpec
 from engine.constraint.constraints import Constraints
+from engine.constraint.guard import WAIT_S
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import CommonConfig
 from engine.pending_step import StepResult
@@ -150,6 +152,9 @@ def _generate_batch(
     def apply(result: StepResult) -> bool:
         """Take over one result; return whether the request goes on."""
         request, output, sampled = result.request, by_request[id(result.request)], result.sampled
+        if result.is_lost:
+            request.is_held = False
+            return True
         assert sampled is not None
         request.num_computed_tokens = request.num_tokens
         request.output_token_ids.append(sampled.token_id)
@@ -167,6 +172,11 @@ def _generate_batch(
         if apply(runner.execute([ScheduledRequest(request, request.num_prompt_tokens)])[0])
     ]
     while running:
-        results = runner.execute([ScheduledRequest(request, 1) for request in running])
-        running = [result.request for result in results if apply(result)]
+        ready = [request for request in running if request.is_ready]
+        if not ready:
+            time.sleep(WAIT_S)
+            continue
+        results = runner.execute([ScheduledRequest(request, 1) for request in ready])
+        ended = {id(result.request) for result in results if not apply(result)}
+        running = [request for request in running if id(request) not in ended]
     return outputs

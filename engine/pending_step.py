@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.batch import UnreadTokens
+from engine.constraint.guard import settle
 from engine.constraint.step_masks import ReadTokens, take_sampled
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies
@@ -34,12 +35,14 @@ class StepResult:
 
     Attributes:
         request: the request of the `ScheduledRequest` in the same place.
-        sampled: the next token, or None if the step ended inside the prompt or failed.
+        sampled: the next token, or None if the step ended inside the prompt, failed, or lost the
+            row (`ScheduledRequest.lose`): then the request runs the same again.
         more: tokens behind it, where the step verified drafts.
         prompt_logprobs: one entry per prompt token whose predecessor was run in this step, in
             order; empty unless the request asked for them. Token 0 never has one.
         is_failed: a token was due, and the logits hold NaN or infinity, or the request's constraint
             leaves none: it has to end by its `failure`, which says nothing about the others.
+        is_lost: a token was due, and its row was lost; none of the others suffer.
         draft: of the token after `sampled`, where the step made one.
         num_verified: drafts of the request that the step verified; those that were right are the
             tokens behind `sampled`.
@@ -51,6 +54,7 @@ class StepResult:
     more: tuple[SampledToken, ...] = ()
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
     is_failed: bool = False
+    is_lost: bool = False
     draft: int | None = None
     num_verified: int = 0
     max_drafts: int = 0
@@ -121,9 +125,13 @@ class PendingStep:
         if self.sample is None or self.is_usable is None:
             return {}
         self.copies.wait()
-        samplers = (item.request for item in self.scheduled if item.samples)
+        samplers = (item for item in self.scheduled if item.samples)
         tokens = zip(samplers, self.sample.token_lists(), self.is_usable.tolist(), strict=True)
-        return {id(request): token_ids for request, token_ids, is_usable in tokens if is_usable}
+        return {
+            id(item.request): token_ids
+            for item, token_ids, is_usable in tokens
+            if is_usable and not item.is_lost
+        }
 
     def collect_sampled(self) -> list[StepResult] | None:
         """Wait for the tokens of a step whose drafts are still being made; results without these.
@@ -170,22 +178,26 @@ class PendingStep:
         ]
 
     def _read(self) -> list[StepResult]:
-        tokens = iter(_tokens_of(self.sample))
-        usable = iter(self.is_usable.tolist() if self.is_usable is not None else ())
+        sampled = _tokens_of(self.sample)
+        are_usable = self.is_usable.tolist() if self.is_usable is not None else ()
+        _tell_matchers(self.scheduled, sampled, are_usable)
+        tokens, usable = iter(sampled), iter(are_usable)
         accepted = self.sample if isinstance(self.sample, PendingAccepted) else None
         verified = iter(accepted.num_verified if accepted is not None else ())
         results = []
         for item, pieces in zip(self.scheduled, self.prompts, strict=True):
             token, *more = next(tokens) if item.samples else (None,)
             num_verified = next(verified, 0) if item.samples else 0
-            is_failed = item.samples and not (next(usable) and _fits(item, (token, *more)))
+            is_failed = item.samples and not (next(usable) and _fits(item)) and not item.is_lost
+            is_none = is_failed or item.is_lost
             results.append(
                 StepResult(
                     request=item.request,
-                    sampled=None if is_failed else token,
-                    more=() if is_failed else tuple(more),
+                    sampled=None if is_none else token,
+                    more=() if is_none else tuple(more),
                     prompt_logprobs=[entry for piece in pieces for entry in piece.collect()],
                     is_failed=is_failed,
+                    is_lost=item.is_lost,
                     num_verified=num_verified,
                     max_drafts=accepted.max_drafts if accepted is not None else 0,
                 )
@@ -216,11 +228,23 @@ def reader_of(after: PendingStep | None) -> ReadTokens:
     return after.read_tokens if after is not None else dict
 
 
-def _fits(item: ScheduledRequest, tokens: Sequence[SampledToken | None]) -> bool:
-    """Tell the request's matcher, if it has one; whether the request can go on."""
+def _tell_matchers(
+    scheduled: Sequence[ScheduledRequest],
+    sampled: Sequence[Sequence[SampledToken]],
+    are_usable: Sequence[bool],
+) -> None:
+    """Tell the matchers of a step its tokens, and wait for those that answer from elsewhere."""
+    samplers = (item for item in scheduled if item.samples)
+    told = []
+    for item, tokens, is_usable in zip(samplers, sampled, are_usable, strict=True):
+        matcher = item.request.matcher
+        if matcher is not None and matcher.error is None and is_usable and not item.is_lost:
+            take_sampled(item, [token.token_id for token in tokens])
+            told.append(matcher)
+    settle(told)
+
+
+def _fits(item: ScheduledRequest) -> bool:
+    """Whether the request can go on, as far as its matcher has said."""
     matcher = item.request.matcher
-    if matcher is None:
-        return True
-    if matcher.error is None:
-        take_sampled(item, [token.token_id for token in tokens if token is not None])
-    return matcher.error is None
+    return matcher is None or matcher.error is None

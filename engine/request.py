@@ -8,7 +8,7 @@ reads. Invariant: the KV of tokens [0, num_computed_tokens) is valid in the bloc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.constraint.matcher import Matcher
+from engine.constraint.constraints import AnyMatcher
 from runtime.block_hash import hash_block, root_hash
 from runtime.errors import InternalError, TandemError
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
@@ -37,6 +37,7 @@ class Request:
         block_hashes: chained hashes of the leading whole blocks, grown by `update_block_hashes`.
         cache_salt: separates the prefix caches of tenants.
         matcher: of the constraint of `sampling`, once its grammar is compiled.
+        is_held: launched steps give it no token, and it runs nothing until none is in flight.
         draft_token_ids: what whoever sampled the last token takes for those after it; no tokens of
             the request, and no guess any more once one is appended.
     """
@@ -51,7 +52,8 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     cache_salt: str = ""
-    matcher: Matcher | None = None
+    matcher: AnyMatcher | None = None
+    is_held: bool = False
     draft_token_ids: tuple[int, ...] = ()
     num_context_tokens: int = field(init=False)
 
@@ -94,9 +96,16 @@ class Request:
         return max(num_run + 1 - self.num_tokens, 0)
 
     @property
+    def is_bound_by_known(self) -> bool:
+        """Whether it has the matcher of its constraint, or no constraint."""
+        return self.matcher is not None or self.sampling.constraint is None
+
+    @property
     def is_ready(self) -> bool:
         """Whether a token can be sampled: what it must look like is known."""
-        return self.matcher is not None or self.sampling.constraint is None
+        if self.matcher is None:
+            return self.sampling.constraint is None
+        return not self.is_held and self.matcher.is_ready
 
     @property
     def failure(self) -> TandemError:
@@ -167,6 +176,7 @@ class ScheduledRequest:
         samples: whether the step reaches the end of the tokens, so that one is sampled.
         num_unread: how many of the tokens the host does not know, because the step before samples
             them: 0, or 1 for the last.
+        is_lost: what is sampled is nobody's token; known once the step is launched.
     """
 
     request: Request
@@ -175,6 +185,7 @@ class ScheduledRequest:
     end: int = field(init=False)
     samples: bool = field(init=False)
     num_unread: int = field(init=False)
+    is_lost: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -185,6 +196,10 @@ class ScheduledRequest:
         self.num_unread = num_beyond if num_beyond > 0 else 0
         assert self.num_scheduled_tokens > 0
         assert not self.num_unread or self.num_unread <= request.num_unread_tokens
+
+    def lose(self) -> None:
+        """Have the step sample nothing for the request: the mask of its row is not there."""
+        self.is_lost = self.request.is_held = True
 
     @property
     def num_prompt_logprob_rows(self) -> int:

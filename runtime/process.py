@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -47,8 +48,24 @@ def dying_with_us(command: Sequence[str]) -> tuple[str, ...]:
 
 def limit_threads(num_threads: int) -> None:
     """Set the thread counts that numeric libraries read when they are first imported."""
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[variable] = str(num_threads)
+    os.environ.update(thread_limits(num_threads))
+
+
+def thread_limits(num_threads: int) -> dict[str, str]:
+    """What ``limit_threads`` sets, for the environment of another process."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return dict.fromkeys(names, str(num_threads))
+
+
+def limit_memory(num_bytes: int) -> None:
+    """End this process, and leave no core, where it asks for more than so many bytes beyond what it
+    has. Linux only; elsewhere it does nothing.
+    """
+    if sys.platform == "linux":
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = num_pages * resource.getpagesize() + num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _become(parent_pid: int, command: list[str]) -> None:

@@ -28,6 +28,8 @@ class OutputConstraint:
     """The grammar holds after the first place where these tokens end; empty: from the start."""
     max_tokens_before: int = 0
     """Output tokens before ``starts_after`` is forced; 0: no limit."""
+    is_guarded: bool = False
+    """A client wrote what the grammar is made of: its masks may take any time to make."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -121,6 +121,7 @@ def _constraint_to_proto(constraint: OutputConstraint | None) -> common_pb2.Outp
         grammar=constraint.grammar,
         starts_after=constraint.starts_after,
         max_tokens_before=constraint.max_tokens_before,
+        is_guarded=constraint.is_guarded,
     )
 
 
@@ -131,6 +132,7 @@ def _constraint_from_proto(message: common_pb2.SamplingParams) -> OutputConstrai
         grammar=message.constraint.grammar,
         starts_after=tuple(message.constraint.starts_after),
         max_tokens_before=message.constraint.max_tokens_before,
+        is_guarded=message.constraint.is_guarded,
     )
 
 

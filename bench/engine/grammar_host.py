@@ -90,7 +90,7 @@ class GrammarHost:
     def _begin(self, params: SamplingParams, part: str) -> Matcher:
         with self.timed(part, time.perf_counter):
             matcher = self.constraints.begin(params).result()
-        assert matcher is not None
+        assert isinstance(matcher, Matcher)
         return matcher
 
     def _params(self, row: int) -> SamplingParams:

@@ -133,7 +133,7 @@ class SchemaOutputs:
 
     def _matcher(self, sampling: SamplingParams) -> Matcher:
         matcher = self._constraints.begin(sampling).result()
-        assert matcher is not None
+        assert isinstance(matcher, Matcher)
         return matcher
 
 

@@ -1,9 +1,10 @@
 """Makes matchers for requests: compiles grammars on threads of its own, and keeps them.
 
 Called on a worker's event loop (any thread may), never on the one that runs steps; that one gets
-the finished matcher. Nothing is read, imported or started before the first grammar comes, unless
-`warm` was called. What is compiled is kept by its text, the least recently used first to go once
-all of it is too large; two requests with one grammar compile it once.
+the finished matcher. Grammars that clients wrote are compiled and followed in processes of their
+own (`engine.constraint.guard`). Nothing is read, imported or started before the first grammar
+comes, unless `warm` was called. What is compiled is kept by its text, the least recently used first
+to go once all of it is too large; two requests with one grammar compile it once.
 """
 
 import importlib
@@ -13,8 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from engine.constraint.guard import MAX_OUTPUTS, Guard, GuardedGrammar, GuardedMatcher
 from engine.constraint.matcher import GrammarState, Matcher
 from engine.constraint.vocabulary import read_vocabulary
 from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
@@ -32,6 +34,9 @@ MAX_TOKENS_AT_ONCE: Final = 32
 on a thread of their own, in the order in which they came."""
 
 logger = get_logger(__name__)
+
+
+AnyMatcher = Matcher | GuardedMatcher
 
 
 class Compiled(Protocol):
@@ -52,10 +57,25 @@ class Compiler(Protocol):
         ...
 
 
+class _Key(NamedTuple):
+    """What is compiled, and where."""
+
+    text: str
+    is_guarded: bool
+
+
 @dataclass(slots=True)
 class _Entry:
-    outcome: Future[Compiled]
+    outcome: Future[Compiled | GuardedGrammar]
     num_bytes: int = 0
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether what was compiled is in a process that has ended."""
+        if not self.num_bytes or not self.outcome.done():
+            return False
+        compiled = self.outcome.result()
+        return isinstance(compiled, GuardedGrammar) and compiled.is_gone
 
 
 class Constraints:
@@ -74,23 +94,27 @@ class Constraints:
         Args:
             folder: of the checkpoint, with its tokenizer.
             vocab_size: of the model.
-            cache_bytes: of compiled grammars, at most; the latest is kept whatever its size.
-            open_compiler: given both, on a thread that compiles; None for that of xgrammar.
+            cache_bytes: of compiled grammars, at most.
+            open_compiler: given both, on a thread that compiles, and of what clients wrote as well;
+                None for that of xgrammar, and a guard.
         """
         self._folder, self._vocab_size = Path(folder), vocab_size
         self._cache_bytes = cache_bytes
         self._open_compiler = open_compiler or _open_xgrammar
         self._compiler: Compiler | None = None
+        self._guard = Guard(self._folder, vocab_size) if open_compiler is None else None
         self._opening = threading.Lock()
         self._lock = threading.Lock()
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
         self._num_bytes = 0
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._replays = ThreadPoolExecutor(1, thread_name_prefix="grammar-replay")
+        # They wait for processes, and for none of the others.
+        self._beginnings = ThreadPoolExecutor(MAX_OUTPUTS, thread_name_prefix="grammar-begin")
 
     def begin(
         self, params: SamplingParams, output_token_ids: Sequence[int] = ()
-    ) -> Future[Matcher | None]:
+    ) -> Future[AnyMatcher | None]:
         """Begin to make the matcher of a request.
 
         Args:
@@ -105,7 +129,7 @@ class Constraints:
         Raises:
             InvalidRequestError: a field of the constraint, which the message names.
         """
-        made: Future[Matcher | None] = Future()
+        made: Future[AnyMatcher | None] = Future()
         made.set_running_or_notify_cancel()  # who stops waiting does not take it back
         constraint = params.constraint
         if constraint is None:
@@ -113,22 +137,31 @@ class Constraints:
             return made
         _check(constraint, self._vocab_size)
         output = tuple(output_token_ids)
+        stops = [token_id for token_id in params.stop_token_ids if 0 <= token_id < self._vocab_size]
 
-        def make(grammar: GrammarState | None) -> Matcher:
-            return _make_matcher(constraint, grammar, params, output, vocab_size=self._vocab_size)
+        def make(compiled: Compiled | GuardedGrammar | None) -> AnyMatcher:
+            if isinstance(compiled, GuardedGrammar):
+                return compiled.begin(constraint, stops, output)
+            grammar = None if compiled is None else compiled.begin()
+            return make_matcher(constraint, grammar, stops, output, vocab_size=self._vocab_size)
 
-        def settle(make_it: Callable[[], Matcher]) -> None:
-            if len(output) <= MAX_TOKENS_AT_ONCE:
-                _settle(made, make_it)
+        def settle(compiled: Future[Compiled | GuardedGrammar]) -> None:
+            is_guarded = compiled.exception() is None and isinstance(
+                compiled.result(), GuardedGrammar
+            )
+            if not is_guarded and len(output) <= MAX_TOKENS_AT_ONCE:
+                _settle(made, lambda: make(compiled.result()))
             else:
-                self._settle_later(made, make_it)
+                pool = self._beginnings if is_guarded else self._replays
+                self._settle_later(pool, made, lambda: make(compiled.result()))
 
-        if not constraint.grammar:
-            settle(lambda: make(None))
-            return made
-        self._compiled(constraint.grammar).add_done_callback(
-            lambda compiled: settle(lambda: make(compiled.result().begin()))
-        )
+        if constraint.grammar:
+            key = _Key(constraint.grammar, constraint.is_guarded and self._guard is not None)
+            self._compiled(key).add_done_callback(settle)
+        elif len(output) <= MAX_TOKENS_AT_ONCE:
+            _settle(made, lambda: make(None))
+        else:
+            self._settle_later(self._replays, made, lambda: make(None))
         return made
 
     def warm(self) -> None:
@@ -138,7 +171,9 @@ class Constraints:
         """
         try:
             self._open()
-        except InvalidRequestError as error:
+            if self._guard is not None:
+                self._guard.open()
+        except TandemError as error:
             logger.warning("structured output will be refused: %s", error)
 
     @property
@@ -150,8 +185,19 @@ class Constraints:
         """Compile nothing more: who waits is told so; what is being compiled ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._replays.shutdown(wait=False, cancel_futures=True)
+        self._beginnings.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for key in [key for key, entry in self._entries.items() if entry.num_bytes]:
+                del self._entries[key]
+        if self._guard is not None:
+            self._guard.close()
 
-    def _settle_later(self, made: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
+    def _settle_later(
+        self,
+        pool: ThreadPoolExecutor,
+        made: Future[AnyMatcher | None],
+        make: Callable[[], AnyMatcher],
+    ) -> None:
         def refuse() -> None:
             made.set_exception(DrainingError("the worker ends: it takes no output up again"))
 
@@ -160,55 +206,64 @@ class Constraints:
                 refuse()
 
         try:
-            self._replays.submit(_settle, made, make).add_done_callback(told)
+            pool.submit(_settle, made, make).add_done_callback(told)
         except RuntimeError:  # closed
             refuse()
 
-    def _compiled(self, text: str) -> Future[Compiled]:
+    def _compiled(self, key: _Key) -> Future[Compiled | GuardedGrammar]:
         with self._lock:
-            entry = self._entries.get(text)
-            if entry is not None:
-                self._entries.move_to_end(text)
+            entry = self._entries.get(key)
+            if entry is not None and not entry.is_gone:
+                self._entries.move_to_end(key)
                 return entry.outcome
-            entry = self._entries[text] = _Entry(Future())
+            if entry is not None:
+                self._num_bytes -= entry.num_bytes
+            entry = self._entries[key] = _Entry(Future())
 
         def told(work: Future[None]) -> None:
             if work.cancelled():
-                self._refuse(text, entry)
+                self._refuse(key, entry)
 
         try:
-            self._pool.submit(self._compile, text, entry).add_done_callback(told)
+            self._pool.submit(self._compile, key, entry).add_done_callback(told)
         except RuntimeError:  # closed
-            self._refuse(text, entry)
+            self._refuse(key, entry)
         return entry.outcome
 
-    def _refuse(self, text: str, entry: _Entry) -> None:
+    def _refuse(self, key: _Key, entry: _Entry) -> None:
         """Answer those who wait for a grammar that nobody compiles any more."""
         with self._lock:
-            del self._entries[text]
+            del self._entries[key]
         entry.outcome.set_exception(DrainingError("the worker ends: it compiles no grammar"))
 
-    def _compile(self, text: str, entry: _Entry) -> None:
+    def _compile(self, key: _Key, entry: _Entry) -> None:
+        compiled: Compiled | GuardedGrammar
         try:
-            compiled = self._open().compile(text)
+            if key.is_guarded and self._guard is not None:
+                compiled = self._guard.compile(key.text)
+            else:
+                compiled = self._open().compile(key.text)
         except Exception as error:
             with self._lock:
-                del self._entries[text]
+                del self._entries[key]
             entry.outcome.set_exception(_as_ours(error))
             return
         with self._lock:
-            entry.num_bytes = compiled.num_bytes + len(text)
+            entry.num_bytes = compiled.num_bytes + len(key.text)
             self._num_bytes += entry.num_bytes
-            self._evict(entry)
-        entry.outcome.set_result(compiled)
+            self._evict()
+            # What is kept holds none of those who waited: their outputs would never end.
+            waiting, entry.outcome = entry.outcome, Future()
+            entry.outcome.set_result(compiled)
+        waiting.set_result(compiled)
 
-    def _evict(self, latest: _Entry) -> None:
+    def _evict(self) -> None:
         """Forget the least recently used of those that are compiled."""
-        for text, entry in list(self._entries.items()):
+        for key, entry in list(self._entries.items()):
             if self._num_bytes <= self._cache_bytes:
                 return
-            if entry.num_bytes and entry is not latest:
-                del self._entries[text]
+            if entry.num_bytes:
+                del self._entries[key]
                 self._num_bytes -= entry.num_bytes
 
     def _open(self) -> Compiler:
@@ -232,7 +287,7 @@ def _as_ours(error: Exception) -> TandemError:
     return InternalError(f"a grammar could not be compiled or followed: {error!r}")
 
 
-def _settle(made: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
+def _settle(made: Future[AnyMatcher | None], make: Callable[[], AnyMatcher]) -> None:
     try:
         matcher = make()
     except Exception as error:
@@ -241,16 +296,27 @@ def _settle(made: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
         made.set_result(matcher)
 
 
-def _make_matcher(
+def make_matcher(
     constraint: OutputConstraint,
     grammar: GrammarState | None,
-    params: SamplingParams,
+    stop_token_ids: Sequence[int],
     output_token_ids: Sequence[int],
     *,
     vocab_size: int,
 ) -> Matcher:
-    stops = [token_id for token_id in params.stop_token_ids if 0 <= token_id < vocab_size]
-    matcher = Matcher(constraint, grammar, stop_token_ids=stops, vocab_size=vocab_size)
+    """Return the matcher of an output that has begun.
+
+    Args:
+        constraint: what is asked for.
+        grammar: at its beginning; None where the constraint has none.
+        stop_token_ids: below `vocab_size`.
+        output_token_ids: of earlier tries.
+        vocab_size: of the model.
+
+    Raises:
+        InvalidRequestError: the output is no beginning of the grammar's, or whole.
+    """
+    matcher = Matcher(constraint, grammar, stop_token_ids=stop_token_ids, vocab_size=vocab_size)
     matcher.follow(output_token_ids)
     if matcher.error is not None:
         raise InvalidRequestError(

@@ -10,7 +10,7 @@ Nothing here knows text, devices or threads. The thread that runs steps owns it 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,9 @@ class Matcher:
         error: why the request cannot go on: it was told a token that could not follow, or none can.
     """
 
+    is_ready: Final = True
+    """That of one whose masks are made elsewhere may be late."""
+
     def __init__(
         self,
         constraint: OutputConstraint,
@@ -101,7 +104,7 @@ class Matcher:
         self._num_accepted = 0  # by the grammar
         self.num_taken = 0
         self.is_over = False
-        self._end = 0  # tokens of the output that is over
+        self.over_at: int | None = None  # tokens of the output that is over
         self.error: TandemError | None = None
 
     @property
@@ -114,8 +117,10 @@ class Matcher:
     def follow(self, output_token_ids: Sequence[int]) -> None:
         """Take those tokens of an output that were not taken yet."""
         if self.num_taken < len(output_token_ids):
-            for token_id in output_token_ids[self.num_taken :]:
-                self._take(token_id)
+            *before, last = output_token_ids[self.num_taken :]
+            for token_id in before:
+                self._take(token_id, is_last=False)
+            self._take(last)
 
     def take(self, index: int, token_id: int) -> None:
         """Take the token at an output index, if it is the next.
@@ -125,9 +130,14 @@ class Matcher:
         if index == self.num_taken:
             self._take(token_id)
 
+    def take_each(self, index: int, token_ids: Sequence[int]) -> None:
+        """Take tokens from an output index on; see `take`."""
+        for place, token_id in enumerate(token_ids, index):
+            self.take(place, token_id)
+
     def is_over_after(self, num_output_tokens: int) -> bool:
         """Return whether nothing can follow so many tokens; it may have been told more of them."""
-        return self.is_over and self._end <= num_output_tokens
+        return self.over_at is not None and self.over_at <= num_output_tokens
 
     def mark(self) -> Bookmark:
         """Return where this one is, before it is told tokens that may not come; it must go on."""
@@ -142,7 +152,7 @@ class Matcher:
             assert self._grammar is not None
             self._grammar.roll_back(num_beyond)
         self.num_taken, self._num_matched, self._has_started, self._num_accepted = bookmark
-        self.is_over, self.error = False, None
+        self.is_over, self.over_at, self.error = False, None, None
 
     def fill(self, words: Int32Array) -> None:
         """Fill the mask of this one: see `fill_masks`.
@@ -156,12 +166,12 @@ class Matcher:
     def _is_forced(self) -> bool:
         return not self._has_started and 0 < self._budget <= self.num_taken
 
-    def _take(self, token_id: int) -> None:
+    def _take(self, token_id: int, *, is_last: bool = True) -> None:
         self.num_taken += 1
         if not self._has_started:
             self._look_for_marker(token_id)
         elif self._grammar is not None and not self.is_over and self.error is None:
-            self._go_on(self._grammar, token_id)
+            self._go_on(self._grammar, token_id, is_last=is_last)
 
     def _look_for_marker(self, token_id: int) -> None:
         """One step of Knuth, Morris and Pratt's search."""
@@ -171,7 +181,7 @@ class Matcher:
             self._num_matched += 1
         self._has_started = self._num_matched == len(self._marker)
 
-    def _go_on(self, grammar: GrammarState, token_id: int) -> None:
+    def _go_on(self, grammar: GrammarState, token_id: int, *, is_last: bool) -> None:
         if token_id in self._stops:
             is_taken = grammar.is_complete
             if is_taken:
@@ -184,7 +194,7 @@ class Matcher:
                 f"output token {token_id} at index {self.num_taken - 1} cannot follow by the "
                 "grammar. Fix: run one version of Tandem and xgrammar on all workers"
             )
-        elif not self.is_over and grammar.is_complete:
+        elif is_last and not self.is_over and grammar.is_complete:
             words = np.empty((1, self._num_words), dtype=np.int32)
             grammar.fill_rows([grammar], words, [0])
             self._clear_stops(words[0])
@@ -192,7 +202,7 @@ class Matcher:
                 self._end_here()
 
     def _end_here(self) -> None:
-        self.is_over, self._end = True, self.num_taken
+        self.is_over, self.over_at = True, self.num_taken
 
     def _fill_early(self, words: Int32Array) -> None:
         """Fill where the grammar does not hold yet."""

@@ -3,6 +3,9 @@
 Called on the thread that launches steps, between a step's forward and its sampling. What the step
 before has sampled decides the masks of this one, so `read` waits for it; only where a row is bound,
 and with this step's forward behind it on the device, which the host uses for the masks meanwhile.
+
+Masks of guarded matchers are made in other processes meanwhile. A row whose mask is not there in
+time is lost (`ScheduledRequest.lose`): what it samples is nobody's token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.constraint.guard import GuardedMatcher, settle
 from engine.constraint.matcher import Int32Array, Matcher, fill_masks, has_bit, num_mask_words
 from engine.host_copy import host_tensor
 from engine.request import ScheduledRequest
@@ -56,29 +60,46 @@ def mask_of_step(
         device: to which the mask goes.
         step_drafts: told after `read`; None in a step without.
     """
-    assert all(item.request.is_ready for item in samplers), "a constraint without its matcher"
-    going = _brought_up_to_date(samplers, read)
-    if not going:
+    assert all(item.request.is_bound_by_known for item in samplers), "no matcher of a constraint"
+    guarded, going = _brought_up_to_date(samplers, read)
+    if not going and not guarded:
         return None
     num_drafts = 0 if step_drafts is None else step_drafts.num_drafts
-    masks = _Masks(len(going), num_drafts + 1, num_mask_words(vocab_size), device)
+    read_drafts = None if step_drafts is None or not num_drafts else step_drafts.read
+    if read_drafts is not None:
+        for place, matcher in guarded:
+            matcher.ask(read_drafts(place)[:num_drafts])
+    places = [one.place for one in going] + [place for place, _ in guarded]
+    masks = _Masks(len(places), num_drafts + 1, num_mask_words(vocab_size), device)
     drafts = MaskedDrafts(
-        seqs=np.array([one.place for one in going], dtype=np.int64),
-        token_ids=np.full((len(going), num_drafts), NO_DRAFT, dtype=np.int64),
+        seqs=np.array(places, dtype=np.int64),
+        token_ids=np.full((len(places), num_drafts), NO_DRAFT, dtype=np.int64),
     )
-    read_drafts = None if step_drafts is None else step_drafts.read
-    _fill_behind(going, masks, drafts.token_ids, read_drafts)
+    if going:
+        _fill_behind(going, masks, drafts.token_ids, read_drafts)
+    settle(matcher for _, matcher in guarded)
+    for row, (place, matcher) in enumerate(guarded, len(going)):
+        if not matcher.is_ready or matcher.is_over:
+            samplers[place].lose()
+        elif matcher.error is None:
+            masks.put(place, [matcher.words, *matcher.words_behind])
+            if read_drafts is not None:
+                verified = read_drafts(place)[: len(matcher.words_behind)]
+                drafts.token_ids[row, : len(verified)] = verified
     return masks.finish(drafts if num_drafts else None)
 
 
-def _brought_up_to_date(samplers: Sequence[ScheduledRequest], read: ReadTokens) -> list[_Sequence]:
-    """Tell the matchers of a step what they have not heard; those that go on."""
+def _brought_up_to_date(
+    samplers: Sequence[ScheduledRequest], read: ReadTokens
+) -> tuple[list[tuple[int, GuardedMatcher]], list[_Sequence]]:
+    """Tell the matchers of a step what they have not heard; guarded ones, and others that go on."""
     constrained = [
         (place, item, item.request.matcher)
         for place, item in enumerate(samplers)
         if item.request.matcher is not None
     ]
     unread = read() if any(item.num_unread for _, item, _ in constrained) else {}
+    guarded: list[tuple[int, GuardedMatcher]] = []
     going: list[_Sequence] = []
     for place, item, matcher in constrained:
         request = item.request
@@ -86,11 +107,12 @@ def _brought_up_to_date(samplers: Sequence[ScheduledRequest], read: ReadTokens) 
         if item.num_unread:
             if id(request) not in unread:
                 continue  # it is about to end; nobody will hear of this token
-            for index, token_id in enumerate(unread[id(request)], len(request.output_token_ids)):
-                matcher.take(index, token_id)
-        if not matcher.is_over and matcher.error is None:
+            matcher.take_each(len(request.output_token_ids), unread[id(request)])
+        if isinstance(matcher, GuardedMatcher):
+            guarded.append((place, matcher))
+        elif not matcher.is_over and matcher.error is None:
             going.append(_Sequence(place, matcher))
-    return going
+    return guarded, going
 
 
 class _Masks:
@@ -115,6 +137,14 @@ class _Masks:
         words = self._words[first : len(self._rows)].numpy()
         fill_masks([one.matcher for one in bound], words)
         return {one.place: mask for one, mask in zip(bound, words, strict=True)}
+
+    def put(self, place: int, words: Sequence[Int32Array]) -> None:
+        """Take the masks of a sequence that were made elsewhere, from its first row on."""
+        if self._words is None:
+            self._words = host_tensor(self._shape, torch.int32, self._device)
+        first = len(self._rows)
+        self._rows += [place * self._num_rows + behind for behind in range(len(words))]
+        self._words[first : len(self._rows)].numpy()[:] = words
 
     def finish(self, drafts: MaskedDrafts | None) -> TokenMask | None:
         """Return all of them; None if there are none."""
@@ -179,5 +209,4 @@ def take_sampled(item: ScheduledRequest, token_ids: Sequence[int]) -> None:
     request = item.request
     if request.matcher is not None:
         request.matcher.follow(request.output_token_ids)
-        for index, token_id in enumerate(token_ids, len(request.output_token_ids)):
-            request.matcher.take(index, token_id)
+        request.matcher.take_each(len(request.output_token_ids), token_ids)

@@ -5,7 +5,7 @@ array operations and not a walk over block tables and parameters. There is no ca
 back: a request that a step does not run has lost it, and gets one anew if it returns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,6 +123,10 @@ class Slots:
             stage=SamplingStage.FULL if is_full else SamplingStage.GREEDY,
             num_logprobs=[item.request.sampling.num_logprobs for item in scheduled],
         )
+
+    def drop(self, requests: Iterable[Request]) -> None:
+        """Take the slots of some back: they know tokens that are nobody's."""
+        self._release(self._slots.keys() - set(requests))
 
     def clear(self) -> None:
         """Take all slots back: what they know misses a step that was run elsewhere."""

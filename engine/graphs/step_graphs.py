@@ -277,6 +277,7 @@ class StepGraphs:
         with may_fail(self._kv_pool.device, has_joined=True):
             vocab_size, device = self._sampler.vocab_size, self._kv_pool.device
             mask = mask_of_step(scheduled, vocab_size, reader_of(after), device, drafts)
+            self._slots.drop(item.request for item in scheduled if item.is_lost)
             if mask is not None:
                 self._bodies[size.num_drafts].run_head(size.bucket, inputs.stage, mask)
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from router.errors import RequestError
@@ -25,6 +26,7 @@ from router.text.grammar.forms import (
     MarkForms,
     anything,
     behind_reasoning,
+    is_guarded,
     one_of,
     with_reasoning,
 )
@@ -51,6 +53,8 @@ class OutputRules:
     model: ServedModel
     reasons: bool
     """Whether the model may reason."""
+    is_guarded: bool = False
+    """See `forms.is_guarded`."""
     ignored: tuple[str, ...] = ()
     """Fields that no rule was made of."""
 
@@ -89,7 +93,9 @@ class OutputRules:
             return CompiledRules(rules=self, grammars=())
         try:
             async with asyncio.timeout_at(limit.until):
-                grammars = await compilers.compile(forms, param=self.param, payer=payer)
+                grammars = await compilers.compile(
+                    forms, param=self.param, is_guarded=self.is_guarded, payer=payer
+                )
         except TimeoutError as error:
             raise limit.error(f"a grammar for {self.param} was being compiled") from error
         return CompiledRules(rules=self, grammars=grammars)
@@ -107,13 +113,14 @@ class CompiledRules:
         rules, grammars = self.rules, self.grammars
         if not grammars:
             return None
+        bound = partial(OutputConstraint, is_guarded=rules.is_guarded)
         if not rules.reasons or start is Start.CLOSED:
-            return None if rules.form is None else OutputConstraint(grammar=grammars[0])
+            return None if rules.form is None else bound(grammar=grammars[0])
         if start is Start.UNDECIDED:
-            return OutputConstraint(grammar=grammars[-1])
+            return bound(grammar=grammars[-1])
         reasoning = rules.model.formats.reasoning
         assert reasoning is not None
-        return OutputConstraint(
+        return bound(
             grammar="" if rules.form is None else grammars[1],
             starts_after=tuple(_ids_of(reasoning.closing, rules.model)),
             max_tokens_before=rules.max_reasoning_tokens,
@@ -144,6 +151,7 @@ def rules_of(request: GenerationRequest, model: ServedModel) -> OutputRules | No
         max_reasoning_tokens=budget,
         model=model,
         reasons=reasons,
+        is_guarded=is_guarded(None if asked is None else asked[1], form),
         ignored=ignored,
     )
 

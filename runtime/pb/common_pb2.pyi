@@ -110,14 +110,16 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., num_logprobs: _Optional[int] = ..., num_prompt_logprobs: _Optional[int] = ..., constraint: _Optional[_Union[OutputConstraint, _Mapping]] = ...) -> None: ...
 
 class OutputConstraint(_message.Message):
-    __slots__ = ("grammar", "starts_after", "max_tokens_before")
+    __slots__ = ("grammar", "starts_after", "max_tokens_before", "is_guarded")
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     STARTS_AFTER_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    IS_GUARDED_FIELD_NUMBER: _ClassVar[int]
     grammar: str
     starts_after: _containers.RepeatedScalarFieldContainer[int]
     max_tokens_before: int
-    def __init__(self, grammar: _Optional[str] = ..., starts_after: _Optional[_Iterable[int]] = ..., max_tokens_before: _Optional[int] = ...) -> None: ...
+    is_guarded: bool
+    def __init__(self, grammar: _Optional[str] = ..., starts_after: _Optional[_Iterable[int]] = ..., max_tokens_before: _Optional[int] = ..., is_guarded: bool = ...) -> None: ...
 
 class PositionLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs", "rank")

@@ -19,8 +19,7 @@ from decode.frames import Delta
 from decode.requests import DecodeRequest
 from decode.scheduler import StepPlan
 from engine.boot.build import build_model
-from engine.constraint.constraints import Constraints
-from engine.constraint.matcher import Matcher
+from engine.constraint.constraints import AnyMatcher, Constraints
 from engine.generate import GenerateOutput, generate
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.memory.kv_pool import KVPool
@@ -50,6 +49,7 @@ SCHEMA = {
 }
 THINK_END = (6,)
 JSON_ONLY = OutputConstraint(grammar=grammar_of(SCHEMA))
+GUARDED = OutputConstraint(grammar=JSON_ONLY.grammar, is_guarded=True)
 THOUGHTFUL = OutputConstraint(
     grammar=JSON_ONLY.grammar, starts_after=THINK_END, max_tokens_before=5
 )
@@ -68,6 +68,9 @@ PARAMS = {
         num_logprobs=2,
         max_tokens=90,
         constraint=JSON_ONLY,
+    ),
+    "guarded": SamplingParams(
+        temperature=1.1, seed=3, repetition_penalty=1.1, max_tokens=90, constraint=GUARDED
     ),
     "thoughtful": SamplingParams(
         temperature=1.0, seed=8, max_tokens=90, stop_token_ids=(EOS,), constraint=THOUGHTFUL
@@ -157,7 +160,7 @@ class Pair:
             for delta in news:
                 self.deltas[delta.request_id].append(delta)
 
-    def _matching(self, params: SamplingParams, so_far: list[int]) -> Future[Matcher | None]:
+    def _matching(self, params: SamplingParams, so_far: list[int]) -> Future[AnyMatcher | None]:
         made = self.constraints.begin(params, so_far)
         made.result()
         return made

@@ -1,10 +1,10 @@
 """Makes grammars of forms: the process that the router starts for it.
 
 ``python -m router.text.grammar.compile_process FOLDER VOCAB_SIZE`` reads one JSON object a line:
-``{"formats": [...], "cpu_s": ...}``. It answers one line each: ``{"grammars": [...]}``, one for
-each format as it travels, or ``{"problem": ..., "schema": ...}``, with the ``"cpu_s"`` that it
-took. The first format
-is compiled for the model's vocabulary as well, as the workers will.
+``{"formats": [...], "cpu_s": ..., "is_guarded": ...}``. It answers one line each:
+``{"grammars": [...]}``, one for each format as it travels, or ``{"problem": ..., "schema": ...}``,
+with the ``"cpu_s"`` that it took. The first format is compiled for the model's vocabulary as well,
+as the workers will, and where it is guarded it is tried out (``walks``).
 
 A process of its own, as the library may take minutes, or end, for a schema of a kilobyte, and
 importing it imports torch. It ends itself once one request has used its seconds of CPU, and with
@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import signal
 import sys
 import time
@@ -31,7 +30,9 @@ from engine.constraint.grammars import Grammars
 from engine.constraint.vocabulary import read_vocabulary
 from router.text.grammar.documents import document_rules
 from router.text.grammar.productive import is_productive
+from router.text.grammar.walks import try_out
 from runtime.errors import InvalidRequestError
+from runtime.process import limit_memory
 
 MAX_BYTES = 4 * 2**30
 """Of address space beyond what the libraries take."""
@@ -88,27 +89,22 @@ class Compiler:
     """Of one vocabulary."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._grammars = Grammars(read_vocabulary(folder, vocab_size))
 
-    def answer(self, formats: list[Mapping[str, Any]]) -> dict[str, Any]:
+    def answer(self, formats: list[Mapping[str, Any]], *, is_guarded: bool) -> dict[str, Any]:
         """What is said of a request."""
         try:
             grammars = [grammar_of(fmt) for fmt in formats]
             if not is_productive(grammars[0]):
                 return {"problem": _ENDLESS}
-            self._grammars.compile(grammars[0])
+            compiled = self._grammars.compile(grammars[0])
+            problem = try_out(compiled, self._vocab_size) if is_guarded else ""
         except NoDocumentError as error:
             return {"problem": str(error), "schema": error.number}
         except Exception as error:  # the library raises bare RuntimeError, and others
             return {"problem": _problem(error)}
-        return {"grammars": grammars}
-
-
-def _limit_memory() -> None:
-    """A grammar that asks for more ends this process alone."""
-    num_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (num_bytes + MAX_BYTES, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        return {"problem": problem} if problem else {"grammars": grammars}
 
 
 def main(folder: str, vocab_size: str) -> None:
@@ -118,15 +114,14 @@ def main(folder: str, vocab_size: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)
     compiler = Compiler(Path(folder), int(vocab_size))
-    if sys.platform == "linux":
-        _limit_memory()
+    limit_memory(MAX_BYTES)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which is to end
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, asked["cpu_s"])
         began = time.process_time()
-        answer = compiler.answer(asked["formats"])
+        answer = compiler.answer(asked["formats"], is_guarded=asked["is_guarded"])
         answer["cpu_s"] = time.process_time() - began
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), file=answers, flush=True)

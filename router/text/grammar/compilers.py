@@ -89,7 +89,12 @@ class Compilers:
         return [each.pid for each in self._processes if each.pid is not None]
 
     async def compile(
-        self, forms: Sequence[Form], *, param: str, payer: Payer | None = None
+        self,
+        forms: Sequence[Form],
+        *,
+        param: str,
+        is_guarded: bool = False,
+        payer: Payer | None = None,
     ) -> list[str]:
         """The grammar of each of ``forms``, as it travels to workers.
 
@@ -98,6 +103,7 @@ class Compilers:
         Args:
             forms: what one request asks for.
             param: the field that asks for it.
+            is_guarded: a client wrote what they are made of: they are tried out as well.
             payer: who asks, and pays where nothing of it is kept.
 
         Raises:
@@ -105,10 +111,11 @@ class Compilers:
             TooManyRequestsError: too many others wait for theirs.
         """
         formats = [form.format for form in forms]
-        key = hashlib.blake2b(orjson.dumps(formats)).digest()
+        asked = {"formats": formats, "is_guarded": is_guarded}
+        key = hashlib.blake2b(orjson.dumps(asked)).digest()
         answer = self._kept.get(key)
         if answer is None:
-            answer = await self._wait_for(key, formats, payer)
+            answer = await self._wait_for(key, asked, payer)
         else:
             self._kept.move_to_end(key)
         if "grammars" not in answer:
@@ -130,14 +137,12 @@ class Compilers:
         for process in self._processes:
             await process.end()
 
-    async def _wait_for(
-        self, key: bytes, formats: Sequence[Mapping[str, Any]], payer: Payer | None
-    ) -> Answer:
+    async def _wait_for(self, key: bytes, asked: Mapping[str, Any], payer: Payer | None) -> Answer:
         own = (NO_TIER if payer is None else payer.standing).tenant, key
         task = self._pending.get(own)
         if task is None:
             self._check_room(own[0])
-            task = asyncio.create_task(self._make(key, formats, payer), name="grammar")
+            task = asyncio.create_task(self._make(key, asked, payer), name="grammar")
             self._pending[own] = task
             task.add_done_callback(lambda _: self._pending.pop(own))
         # Who asked may leave; the next one who asks the same finds it made.
@@ -151,9 +156,7 @@ class Compilers:
                 "Fix: retry in a moment"
             )
 
-    async def _make(
-        self, key: bytes, formats: Sequence[Mapping[str, Any]], payer: Payer | None
-    ) -> Answer:
+    async def _make(self, key: bytes, asked: Mapping[str, Any], payer: Payer | None) -> Answer:
         turn = _Turn(NO_TIER if payer is None else payer.standing)
         process = await self._wait(turn)
         cpu_s = 0.0
@@ -161,7 +164,7 @@ class Compilers:
             answer = self._kept.get(key)
             if answer is not None:  # another tenant has asked for the same
                 return answer
-            answer, cpu_s = await process.ask(formats, self._cpu_s)
+            answer, cpu_s = await process.ask(asked, self._cpu_s)
         finally:
             self._line.charge(turn.standing.tenant, cpu_s)
             if payer is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from router.text.grammar.plain_pattern import plain
 from router.text.grammar.schema import Canonical, canonical
 from router.text.grammar.schema_errors import spelled
 from router.text.marks import MarkTable
@@ -36,6 +37,38 @@ class Form:
         return [param + spelled(path) for param, found in self.schemas for path in found.left_out]
 
 
+def is_guarded(asked: Form | None, form: Form | None) -> bool:
+    """Whether a client wrote how what is to come is read: then finding it may take any time.
+
+    Args:
+        asked: what the client asks the answer to look like.
+        form: what the output has to look like, ``asked`` within it.
+    """
+    is_free = asked is not None and not _is_listed(asked.format)
+    schemas = () if form is None else form.schemas
+    return is_free or any(_has_pattern(found.schema) for _, found in schemas)
+
+
+def _is_listed(fmt: Format) -> bool:
+    """Whether a format is made of texts and schemas alone."""
+    if fmt["type"] == "or":
+        return all(_is_listed(each) for each in fmt["elements"])
+    return fmt["type"] in ("const_string", "json_schema")
+
+
+def _has_pattern(schema: object) -> bool:
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            if "pattern" in node or "patternProperties" in node:
+                return True
+            waiting += node.values()
+        elif isinstance(node, list | tuple):
+            waiting += node
+    return False
+
+
 def text(value: str) -> Form:
     """``value`` itself."""
     return Form(format={"type": "const_string", "value": value})
@@ -43,7 +76,7 @@ def text(value: str) -> Form:
 
 def matching(pattern: str) -> Form:
     """What the regular expression ``pattern`` takes as a whole."""
-    return Form(format={"type": "regex", "pattern": pattern})
+    return Form(format={"type": "regex", "pattern": plain(pattern)})
 
 
 def by_rules(ebnf: str) -> Form:

@@ -12,6 +12,7 @@ import re._parser as sre_parser  # type: ignore[import-not-found]
 from typing import Any
 
 from router.text.grammar.ebnf import Ranges, Rules, Symbols, inverted
+from router.text.grammar.plain_pattern import plain
 from router.text.grammar.runs import Element, Ending, Runs, element_of
 
 MAX_BYTES = 4096
@@ -44,7 +45,7 @@ def parsed(pattern: str) -> _Items:
         raise ValueError(f"has more than {MAX_BYTES} bytes")
     try:
         # ECMA's patterns know letters and digits of ASCII alone.
-        found = sre_parser.parse(_NAMED_GROUP.sub(r"\1(?P<", pattern), re.ASCII)
+        found = sre_parser.parse(_NAMED_GROUP.sub(r"\1(?P<", plain(pattern)), re.ASCII)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"is no regular expression: {error}") from error
     if found.state.flags & ~(re.ASCII | sre.SRE_FLAG_UNICODE):

@@ -64,13 +64,13 @@ class CompileProcess:
                 "tandem with all that it needs (xgrammar), or send no response_format"
             )
 
-    async def ask(self, formats: Sequence[Mapping[str, Any]], cpu_s: float) -> tuple[Answer, float]:
-        """What is said of ``formats``, and the seconds of CPU that it took.
+    async def ask(self, asked: Mapping[str, Any], cpu_s: float) -> tuple[Answer, float]:
+        """What is said of ``asked``, and the seconds of CPU that it took, ``cpu_s`` at most.
 
         Raises:
             InternalError: it cannot be started, or is silent.
         """
-        line = orjson.dumps({"formats": formats, "cpu_s": cpu_s}) + b"\n"
+        line = orjson.dumps({**asked, "cpu_s": cpu_s}) + b"\n"
         was_there, began = self.is_there, time.monotonic()
         answer, status = await self._ask_once(line)
         if answer is None and was_there and status != -signal.SIGPROF:
