@@ -59,7 +59,7 @@ CALLERS: Mapping[str, Mapping[str, Roles]] = {
         "Deregister": _WORKERS,
         "Watch": _ROUTER | _CONTROLLER,
     },
-    "Keys": {"Admit": _ROUTER, "Settle": _ROUTER},
+    "Keys": {"Admit": _ROUTER, "Settle": _ROUTER, "Spend": _ROUTER},
     "Http": {"look": _CONTROLLER},  # what needs a key with the right operations of others
     "Prefill": {"Run": _ROUTER, "Revoke": _DECODE, "Drain": _CONTROLLER},
     "Decode": {

@@ -152,17 +152,7 @@ class Gate:
                     "the list of API keys has changed %s", keys.changed_since(self._told_of)
                 )
             self._told_of = keys
-            self._tell_of_unknown_tiers(keys)
-
-    def _tell_of_unknown_tiers(self, keys: Keyring) -> None:
-        found = [key for key in keys.by_name.values() if unknown_tiers(self._tiers, key)]
-        self._metrics.set_keys_of_unknown_tiers(len(found))
-        for key in found:
-            logger.warning(
-                "a key names a tier that is not configured key=%s %s",
-                key.name,
-                told_of_unknown(self._tiers, key),
-            )
+            _tell_of_unknown_tiers(keys, self._tiers, self._metrics)
 
     @property
     def asks_for_keys(self) -> bool:
@@ -340,6 +330,14 @@ class Gate:
             use.num_prompt_tokens if use else 0,
             use.num_output_tokens if use else 0,
         )
+
+
+def _tell_of_unknown_tiers(keys: Keyring, tiers: Tiers, metrics: RouterMetrics) -> None:
+    found = [key for key in keys.by_name.values() if unknown_tiers(tiers, key)]
+    metrics.set_keys_of_unknown_tiers(len(found))
+    for key in found:
+        told = told_of_unknown(tiers, key)
+        logger.warning("a key names a tier that is not configured key=%s %s", key.name, told)
 
 
 def holder_of(pid: int) -> str:

@@ -144,7 +144,7 @@ class Attempt:
         self.queued_since = queued_since
         self._context = generation.context_token_ids
         self._num_output_tokens = generation.num_tokens
-        self._sampling = self._sampling_to_send()
+        self._sampling = _sampling_to_send(generation)
         # Another name per attempt: an abort of the first must not hit the second.
         self.worker_request_id = generation.request_id + (f"-r{number}" if number else "")
         self.culprits: set[WorkerKey] = set()
@@ -267,19 +267,12 @@ class Attempt:
                 raise
             # Not by us: we would hear no more. Prefill noticed before us that our connection broke,
             # or decode's answer to `leave` was lost.
-            text = f"the request was cancelled, and not by its client: {error.message}"
-            failure = TransferFailedError(text)
+            failure = TransferFailedError(f"cancelled, and not by its client: {error.message}")
             self.culprits = self._blamed(failure)
             raise failure from error
 
     def _time_left(self) -> float:
         return max(0.001, self._budget.left(self._loop.time()))
-
-    def _sampling_to_send(self) -> common_pb2.SamplingParams:
-        sampling = self._generation.sampling
-        if self._num_output_tokens:  # the client has the prompt's log-probabilities
-            sampling = replace(sampling, num_prompt_logprobs=-1)
-        return sampling_to_proto(sampling)
 
     def _note_progress(self, first: prefill_pb2.FirstToken) -> None:
         """If other workers were lost before, the request has moved with this token."""
@@ -373,3 +366,10 @@ class Attempt:
         self._workers.pool.mark_failed(key, message)
         self.culprits = {key}
         return PeerLostError(message)
+
+
+def _sampling_to_send(generation: Generation) -> common_pb2.SamplingParams:
+    sampling = generation.sampling
+    if generation.num_tokens:  # the client has the prompt's log-probabilities
+        sampling = replace(sampling, num_prompt_logprobs=-1)
+    return sampling_to_proto(sampling)
