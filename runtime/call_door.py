@@ -21,17 +21,19 @@ from runtime.call_connection import (
     MAX_GREETING_BYTES,
     CallConnection,
     ConnectionOwner,
-    secret_of,
+    read_greeting,
 )
 from runtime.logging import get_logger
 from runtime.net import Credentials, Listen
-from runtime.pb import calls_pb2
+from runtime.pb import calls_pb2, common_pb2
 from runtime.sockets import open_listener
+from runtime.wire import why_refused
 
 logger = get_logger(__name__)
 
 MAX_STRANGERS = 64
 GREETING_S = 5.0
+WRONG_SECRET = "the cluster's secret is missing or wrong"
 _TLS_GOODBYE_S = 2.0
 _ACCEPT_PAUSE_S = 0.05
 
@@ -145,14 +147,15 @@ class _Stranger:
         """A greeting, or the end."""
         connection, self._connection = self._connection, None
         assert connection is not None
-        secret = secret_of(message)
-        if secret is None:
+        shown = read_greeting(message)
+        if shown is None:
             connection.abort("not a caller")
-        elif self._credentials.accepts(secret):
-            connection.hand_over(*self._welcome(connection))
+        elif not self._credentials.accepts(shown[1]):
+            _refuse(connection, grpc.StatusCode.UNAUTHENTICATED, WRONG_SECRET)
+        elif reason := why_refused("a caller", common_pb2.Wire(number=shown[0])):
+            _refuse(connection, grpc.StatusCode.FAILED_PRECONDITION, reason)
         else:
-            connection.send(_refusal().SerializeToString())
-            connection.end("wrong secret")
+            connection.hand_over(*self._welcome(connection))
         self._end()
 
     def writable(self) -> None:
@@ -175,9 +178,7 @@ class _Stranger:
             self.is_over.set_result(None)
 
 
-def _refusal() -> calls_pb2.AnswerBatch:
-    answer = calls_pb2.CarriedAnswer(
-        status_code=grpc.StatusCode.UNAUTHENTICATED.value[0],
-        details="the cluster's secret is missing or wrong",
-    )
-    return calls_pb2.AnswerBatch(answers=[answer])
+def _refuse(connection: CallConnection, code: grpc.StatusCode, details: str) -> None:
+    answer = calls_pb2.CarriedAnswer(status_code=code.value[0], details=details)
+    connection.send(calls_pb2.AnswerBatch(answers=[answer]).SerializeToString())
+    connection.end(details)

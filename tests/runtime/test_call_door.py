@@ -21,6 +21,7 @@ from runtime.errors import ConfigError, PeerLostError, TandemError
 from runtime.net import Credentials, Listen
 from runtime.pb import calls_pb2, prefill_pb2
 from runtime.rpc import map_rpc_errors
+from runtime.version import WIRE
 from tests.router.fakes import CREDENTIALS as RIGHT
 
 HOST = "127.0.0.1"
@@ -134,6 +135,21 @@ async def test_who_does_not_speak_our_protocol_is_cut_off(data: bytes) -> None:
         writer.close()
         assert await ask(port, RIGHT) == 7
         assert server._door.num_strangers == 0
+
+
+async def test_who_speaks_another_version_of_it_is_told_so() -> None:
+    async with serving() as (_, port):
+        reader, writer = await asyncio.open_connection(HOST, port)
+        ours = b"tandem calls %d\n" % WIRE
+        assert greeting("test-secret").startswith(ours)
+        writer.write(framed(greeting("test-secret").replace(ours, b"tandem calls 999\n")))
+        (answer,) = calls_pb2.AnswerBatch.FromString((await rest(reader))[4:]).answers
+        writer.close()
+    assert answer.number == 0
+    assert answer.status_code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+    assert f"a caller speaks wire 999 (Tandem of an unknown version), this process wire {WIRE}" in (
+        answer.details
+    )
 
 
 @pytest.mark.parametrize("has_tls", [False, True])
