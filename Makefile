@@ -45,7 +45,7 @@ help:
 	@echo "make kernels-check  run the Triton kernels on this CPU, in Triton's interpreter"
 	@echo "make check      lint, types, import direction, size budgets, what is generated"
 	@echo "make format     rewrite the code in the common style"
-	@echo "make proto      generate runtime/pb from proto/"
+	@echo "make proto      generate runtime/pb from proto/, and golden bytes of what it says"
 	@echo "make api-docs   write the endpoints and fields of docs/use/api.md"
 	@echo "make chart-files  write what the Helm chart has from elsewhere"
 	@echo "make properties  run the property tests with examples of their own"
@@ -132,6 +132,7 @@ format: install-dev
 
 proto: install-dev
 	scripts/proto.sh .
+	$(BIN)/python -m tests.runtime.golden
 
 proto-check: install-dev
 	scripts/proto.sh --check
