@@ -258,6 +258,7 @@ class _Lease:
                 response = await asyncio.shield(self._asking)
             except TandemError as error:
                 self._asking = None
+                self.refusal = ""
                 self._note_trouble("cannot register yet", error.message)
                 await asyncio.sleep(RETRY_S)
                 continue

@@ -183,6 +183,7 @@ async def watch_forever(
     credentials: Credentials,
     watcher: str,
     listener: PoolListener,
+    *,
     on_ranks: RanksListener = lambda pictures: None,
     on_refused: RefusedListener = lambda refused: None,
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 
+import aiohttp
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -267,6 +268,11 @@ async def test_a_worker_that_speaks_something_else_is_refused_and_told_of(
         watch.cancel()
     assert snapshot.refused == [answer.error.message]
     assert list(snapshot.members) == []
+    async with aiohttp.ClientSession(cluster.url) as http:
+        async with http.get("/ready") as response:
+            assert (await response.json())["missing"][-1] == answer.error.message
+        async with http.get("/status") as response:
+            assert (await response.json())["refused"] == [answer.error.message]
 
 
 def test_the_refused_are_remembered_until_they_join_or_for_ten_minutes() -> None:
