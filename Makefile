@@ -54,7 +54,7 @@ help:
 	@echo "make check      lint, types, import direction, size budgets, what is generated"
 	@echo "make model      search the model of the hand-over with spin (docs/model)"
 	@echo "make format     rewrite the code in the common style"
-	@echo "make proto      generate runtime/pb from proto/"
+	@echo "make proto      generate runtime/pb from proto/, and golden bytes of what it says"
 	@echo "make api-docs   write the endpoints and fields of docs/use/api.md"
 	@echo "make chart-files  write what the Helm chart has from elsewhere"
 	@echo "make properties  run the property tests with examples of their own"
@@ -149,6 +149,7 @@ format: install-dev
 
 proto: install-dev
 	scripts/proto.sh .
+	$(BIN)/python -m tests.runtime.golden
 
 proto-check: install-dev
 	scripts/proto.sh --check

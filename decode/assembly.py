@@ -50,6 +50,7 @@ from runtime.garbage import set_aside
 from runtime.metrics import gauge_of
 from runtime.pb import decode_pb2
 from runtime.pb.common_pb2 import WorkerIdentity
+from runtime.wire import own_wire
 from runtime.worker import WorkerOptions
 from worker.boot import boot_worker_rank
 from worker.engine_options import engine_options
@@ -119,6 +120,7 @@ class TransferSide:
             metadata_region_bytes=self.slots.nbytes,
             metadata_slot_bytes=self.slots.layout.slot_bytes,
             fence_generation=self.fences.generation_of(writer),
+            wire=own_wire(),
         )
 
     def watch(self, registry: CollectorRegistry) -> None:

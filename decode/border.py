@@ -31,7 +31,12 @@ from runtime.errors import (
 )
 from runtime.pb import common_pb2, decode_pb2
 from runtime.trace import current_trace
-from runtime.wire import same_identity, sampling_from_proto, standing_from_proto
+from runtime.wire import (
+    same_identity,
+    sampling_from_proto,
+    standing_from_proto,
+    why_refused,
+)
 
 LONG_CONTEXT = 8192
 """Tokens: from here on a context is read and hashed on a thread of its own."""
@@ -134,6 +139,9 @@ class Border:
             StaleTicketError, InvalidRequestError, LayoutMismatchError: why it must not write here.
         """
         facts = self._facts
+        writer = f"prefill worker {message.prefill.instance}/{message.prefill.rank}"
+        if reason := why_refused(writer, message.wire):
+            raise LayoutMismatchError(reason)
         if not same_identity(message.decode, facts.identity):
             raise facts.stale("the claim is for another worker or another life of this one")
         if message.transport != facts.transport:

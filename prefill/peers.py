@@ -21,7 +21,7 @@ from runtime.errors import InternalError, LayoutMismatchError, StaleTicketError,
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from runtime.rpc import map_rpc_errors
-from runtime.wire import error_from_proto, same_identity
+from runtime.wire import error_from_proto, own_wire, same_identity, why_refused
 
 logger = get_logger(__name__)
 
@@ -163,6 +163,7 @@ class PeerDirectory:
             metadata_slot_bytes=greeting.slot_bytes,
             has_endpoint=known is not None,
             fence_generation=known.fence_generation if known is not None else 0,
+            wire=own_wire(),
         )
 
     def _check_endpoint(
@@ -172,6 +173,8 @@ class PeerDirectory:
         address: str,
     ) -> PeerEndpoint:
         peer, greeting = peer_of(decode), self._greeting
+        if reason := why_refused(f"decode rank {peer}", endpoint.wire):
+            raise LayoutMismatchError(reason)
         if not same_identity(endpoint.decode, decode):
             raise StaleTicketError(f"{peer_of(endpoint.decode)} answers at {address}, not {peer}")
         if endpoint.transport != greeting.transport:

@@ -111,7 +111,10 @@ class RouterService:
                 tracing=config.tracing,
             )
             self._registry = RegistryService(
-                registry, self._http.update, on_ranks=self._http.update_ranks
+                registry,
+                self._http.update,
+                on_ranks=self._http.update_ranks,
+                on_refused=self._http.update_refused,
             )
             await self._http.start(listener)
         else:
@@ -211,6 +214,7 @@ class HttpWorkerService:
                     *(self._control, self._credentials, watcher),
                     http.update,
                     on_ranks=http.update_ranks,
+                    on_refused=http.update_refused,
                 )
             )
             group.create_task(self._http.tick_forever())

@@ -7,7 +7,8 @@ the other. TLS, where there is some, is beneath it.
                        comes for several of them is lost, even where no packet says so
 
 A message is its length and its bytes; every length is bounded. The greeting is a message, too: what
-it is and the cluster's secret. Until it was accepted nothing else is read, and nothing longer.
+it is, the caller's wire number and the cluster's secret. Until it was accepted nothing else is
+read, and nothing longer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
 from runtime.sockets import tune
+from runtime.version import WIRE
 
 MAX_GREETING_BYTES = 8 * 2**10
 PING_S = 5.0
@@ -25,17 +27,19 @@ MAX_SILENT_PINGS = 2
 
 _LENGTH_BYTES = 4
 _PING = bytes(_LENGTH_BYTES)
-_MAGIC = b"tandem calls 2\n"
+_MAGIC = b"tandem wire "
 
 
 def greeting(secret: str) -> bytes:
     """The first message of who calls."""
-    return _MAGIC + secret.encode()
+    return b"%s%d\n%s" % (_MAGIC, WIRE, secret.encode())
 
 
-def secret_of(message: bytes) -> bytes | None:
-    """What a greeting shows; None: it is none."""
-    return message.removeprefix(_MAGIC) if message.startswith(_MAGIC) else None
+def read_greeting(message: bytes) -> tuple[int, bytes] | None:
+    """The wire number and the secret that a greeting shows; None: it is none."""
+    number, newline, secret = message.removeprefix(_MAGIC).partition(b"\n")
+    is_greeting = message.startswith(_MAGIC) and newline and number.isdigit()
+    return (int(number), secret) if is_greeting and len(number) < 10 else None
 
 
 class ConnectionOwner(Protocol):

@@ -21,18 +21,20 @@ from runtime.call_connection import (
     MAX_GREETING_BYTES,
     CallConnection,
     ConnectionOwner,
-    secret_of,
+    read_greeting,
 )
 from runtime.logging import get_logger
 from runtime.net import Credentials, Listen, roles_of_peer
-from runtime.pb import calls_pb2
+from runtime.pb import calls_pb2, common_pb2
 from runtime.roles import Roles
 from runtime.sockets import open_listener
+from runtime.wire import why_refused
 
 logger = get_logger(__name__)
 
 MAX_STRANGERS = 64
 GREETING_S = 5.0
+WRONG_SECRET = "the cluster's secret is missing or wrong"
 _TLS_GOODBYE_S = 2.0
 _ACCEPT_PAUSE_S = 0.05
 
@@ -147,18 +149,18 @@ class _Stranger:
         """A greeting, or the end."""
         connection, self._connection = self._connection, None
         assert connection is not None
-        secret = secret_of(message)
-        if secret is None:
+        shown = read_greeting(message)
+        if shown is None:
             connection.abort("not a caller")
-        elif roles := self._credentials.roles_of(secret):
+        elif not (roles := self._credentials.roles_of(shown[1])):
+            _refuse(connection, grpc.StatusCode.UNAUTHENTICATED, WRONG_SECRET)
+        elif reason := why_refused("a caller", common_pb2.Wire(number=shown[0])):
+            _refuse(connection, grpc.StatusCode.FAILED_PRECONDITION, reason)
+        else:
             connection.send(_verdict(grpc.StatusCode.OK))
             if self._credentials.asks_for_certificates:
                 roles &= roles_of_peer(connection.certificate)
             connection.hand_over(*self._welcome(connection, roles))
-        else:
-            text = "the cluster's secret is missing or wrong"
-            connection.send(_verdict(grpc.StatusCode.UNAUTHENTICATED, text))
-            connection.end("wrong secret")
         self._end()
 
     def writable(self) -> None:
@@ -185,3 +187,8 @@ def _verdict(code: grpc.StatusCode, details: str = "") -> bytes:
     """The message on the whole connection."""
     answer = calls_pb2.CarriedAnswer(status_code=code.value[0], details=details)
     return calls_pb2.AnswerBatch(answers=[answer]).SerializeToString()
+
+
+def _refuse(connection: CallConnection, code: grpc.StatusCode, details: str) -> None:
+    connection.send(_verdict(code, details))
+    connection.end(details)

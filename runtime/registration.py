@@ -30,7 +30,7 @@ from runtime.router_names import (
     resolve_host,
 )
 from runtime.rpc import map_rpc_errors, open_channel
-from runtime.wire import error_from_proto
+from runtime.wire import error_from_proto, own_wire, why_refused
 
 logger = get_logger(__name__)
 
@@ -85,13 +85,20 @@ class RegistryClient:
         """Whether a router has this worker in its pool, as far as we know."""
         return self._num_held() > 0
 
+    @property
+    def refusal(self) -> str:
+        """Why a router does not take this worker, where none has it; empty: none said so."""
+        if self.is_registered:
+            return ""
+        return next((lease.refusal for lease in self._leases if lease.refusal), "")
+
     async def start(self) -> None:
         """Register, waiting for a router that is not up yet, and keep renewing.
 
         Returns when the first of several routers has answered; the others may come later.
 
         Raises:
-            ConfigError: that registry refuses this worker.
+            ConfigError: that registry refuses this worker, or is one that we cannot work with.
         """
         for router in self._routers:
             if isinstance(router, RouterAt):
@@ -198,6 +205,8 @@ class _Lease:
         self._held_until = 0.0
         self._trouble = ""
         """Of the last try, so that it is logged once."""
+        self.refusal = ""
+        """Why the router does not take us, by its last answer; empty where it may yet."""
         self._draining = False
         self._closing = False
         self._changed = asyncio.Event()
@@ -233,12 +242,7 @@ class _Lease:
             with contextlib.suppress(TandemError, TimeoutError):
                 self._lease_id = (await asyncio.wait_for(self._asking, LEAVE_TIMEOUT_S)).lease_id
         if self._lease_id:
-            try:
-                with map_rpc_errors(self._peer):
-                    request = registry_pb2.DeregisterRequest(lease_id=self._lease_id)
-                    await self._stub.Deregister(request, timeout=LEAVE_TIMEOUT_S)
-            except TandemError as error:
-                logger.info("leaving without the router: %s", error)
+            await self._give_back(self._lease_id)
         await self._channel.close(None)
 
     async def _keep(self) -> None:
@@ -257,21 +261,45 @@ class _Lease:
                 response = await asyncio.shield(self._asking)
             except TandemError as error:
                 self._asking = None
+                self.refusal = ""
                 self._note_trouble("cannot register yet", error.message)
                 await asyncio.sleep(RETRY_S)
                 continue
             self._asking = None
-            if not response.HasField("error"):
+            refusal = await self._refusal_of(response)
+            if not refusal:
                 self._take(response)
                 return
-            refusal = error_from_proto(response.error).message
             self._note_trouble(f"refused by {self._peer}, serving nothing", refusal, refusal)
             if not response.superseded:
+                self.refusal = refusal
                 name = self._record.identity.instance
-                fix = "the router's model and settings"
-                self._answer(ConfigError("worker", name, refusal, fix))
+                problem, _, fix = refusal.partition(". Fix: ")
+                fix = fix or "the router's model and settings"
+                self._answer(ConfigError("worker", name, problem, fix))
             await asyncio.sleep(refused_s)
             refused_s = min(2 * refused_s, REFUSED_RETRY_MAX_S)
+
+    async def _refusal_of(self, response: registry_pb2.RegisterResponse) -> str:
+        """Why we are not in this pool after such an answer; empty: we are.
+
+        A router that speaks something else may have let us in, as an older one does that asks for
+        no number. Then it must send nothing here: the lease goes back.
+        """
+        if response.HasField("error"):
+            return error_from_proto(response.error).message
+        refusal = why_refused(self._peer, response.wire)
+        if refusal:
+            await self._give_back(response.lease_id)
+        return refusal
+
+    async def _give_back(self, lease_id: str) -> None:
+        try:
+            with map_rpc_errors(self._peer):
+                request = registry_pb2.DeregisterRequest(lease_id=lease_id)
+                await self._stub.Deregister(request, timeout=LEAVE_TIMEOUT_S)
+        except TandemError as error:
+            logger.info("leaving without the router: %s", error)
 
     async def _ask(self) -> registry_pb2.RegisterResponse:
         with map_rpc_errors(self._peer):
@@ -281,7 +309,9 @@ class _Lease:
         return answer
 
     def _registration(self) -> registry_pb2.RegisterRequest:
-        request = registry_pb2.RegisterRequest(worker=self._record, load=self._numbered_load())
+        request = registry_pb2.RegisterRequest(
+            worker=self._record, load=self._numbered_load(), wire=own_wire()
+        )
         request.worker.draining = self._draining
         request.worker.num_routers = self._num_held() + (not self.is_held)
         return request
@@ -289,7 +319,7 @@ class _Lease:
     def _take(self, response: registry_pb2.RegisterResponse) -> None:
         self._lease_id = response.lease_id
         self._ttl_s = response.lease_ttl_s
-        self._trouble = ""
+        self._trouble = self.refusal = ""
         self._hold()
         logger.info("registered lease_id=%s ttl_s=%g", self._lease_id, self._ttl_s)
         self._answer(None)

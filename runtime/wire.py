@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from runtime.errors import ERRORS_BY_CODE, ErrorCode, InternalError, TandemError
 from runtime.pb import common_pb2, registry_pb2
 from runtime.sampling import FinishReason, OutputConstraint, PositionLogprobs, SamplingParams
 from runtime.tiers import NO_TIER, Standing, TierTokens
+from runtime.version import WIRE, installed_version
 
 _FINISH_TO_PROTO = {
     None: common_pb2.FINISH_REASON_UNSPECIFIED,
@@ -203,3 +205,27 @@ def identity(instance: str, epoch: int, rank: int = 0) -> common_pb2.WorkerIdent
 def same_identity(left: common_pb2.WorkerIdentity, right: common_pb2.WorkerIdentity) -> bool:
     """Whether both name the same rank of the same life of the same worker."""
     return (left.instance, left.epoch, left.rank) == (right.instance, right.epoch, right.rank)
+
+
+@functools.cache
+def own_wire() -> common_pb2.Wire:
+    """What this process speaks; not to be changed."""
+    return common_pb2.Wire(number=WIRE, version=installed_version() or "")
+
+
+def why_refused(peer: str, theirs: common_pb2.Wire) -> str:
+    """Why ``peer``, which speaks ``theirs``, and we cannot work together; empty: we can.
+
+    One that names no number is refused as well: messages changed before there was one, and nothing
+    tells what it knows of them.
+    """
+    if theirs.number == WIRE:
+        return ""
+    return (
+        f"{peer} speaks {_wire_text(theirs)}, this process {_wire_text(own_wire())}. "
+        "Fix: one version of Tandem on both, or two of the same wire number"
+    )
+
+
+def _wire_text(wire: common_pb2.Wire) -> str:
+    return f"wire {wire.number} (Tandem {wire.version or 'of an unknown version'})"

@@ -342,7 +342,10 @@ class WorkerHost:
 
     def _check_registration(self) -> str:
         is_over = self._unknown is not None and self._unknown.done()
-        return "the lease is not renewed any more" if is_over else ""
+        if is_over:
+            return "the lease is not renewed any more"
+        # Another start will not help it either, but says at once what has to change.
+        return self._membership.refusal if self._membership is not None else ""
 
     async def _stop_loop(self) -> None:
         if not self.is_stuck:

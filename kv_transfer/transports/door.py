@@ -18,7 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kv_transfer.transports.hello import Hello, HelloReader, Status, send_reply
+from kv_transfer.transports.hello import (
+    Hello,
+    HelloReader,
+    OtherWireError,
+    Status,
+    send_reply,
+)
 from kv_transfer.transports.sockets import ByteSocket, open_listener
 from kv_transfer.transports.tls import TlsSocket
 from runtime.budget import Budget, BudgetKind
@@ -158,6 +164,10 @@ class Door:
         except ssl.SSLWantWriteError:
             self._selector.modify(stranger.sock, selectors.EVENT_WRITE, stranger)
             return
+        except OtherWireError as error:
+            self._forget(stranger)
+            self._refuse(_connection(stranger.sock), "a stranger", str(error))
+            return
         except OSError as error:
             _log.debug("a stranger's connection ends: %s", error)
             self._drop(stranger)
@@ -166,7 +176,7 @@ class Door:
         self._let_in(stranger.sock, hello)
 
     def _let_in(self, sock: socket.socket, hello: Hello) -> None:
-        connection: ByteSocket = TlsSocket(sock) if isinstance(sock, ssl.SSLSocket) else sock
+        connection = _connection(sock)
         try:
             tune(sock)
             connection.settimeout(None)
@@ -180,10 +190,14 @@ class Door:
             _log.exception("cannot serve a connection of %r", hello.sender)
             reason = "this peer cannot serve a connection now"
         if reason:
-            _log.warning("refused a connection of %r: %s", hello.sender, reason)
-            with sock, contextlib.suppress(OSError):  # whoever it was, it is gone or does not read
-                connection.settimeout(0.0)
-                send_reply(connection, Status.STALE, reason)
+            self._refuse(connection, hello.sender, reason)
+
+    def _refuse(self, connection: ByteSocket, sender: str, reason: str) -> None:
+        _log.warning("refused a connection of %r: %s", sender, reason)
+        with contextlib.suppress(OSError):  # whoever it was, it is gone or does not read
+            connection.settimeout(0.0)
+            send_reply(connection, Status.STALE, reason)
+        connection.close()
 
     def _cut_off_late(self) -> None:
         now = time.monotonic()
@@ -216,3 +230,7 @@ def _refusal(sock: socket.socket) -> str:
     if not isinstance(sock, ssl.SSLSocket) or sock.context.verify_mode is ssl.CERT_NONE:
         return ""
     return refusal("Kv", "connect", roles_of_peer(sock.getpeercert()))
+
+
+def _connection(sock: socket.socket) -> ByteSocket:
+    return TlsSocket(sock) if isinstance(sock, ssl.SSLSocket) else sock

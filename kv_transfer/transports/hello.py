@@ -1,22 +1,25 @@
 """How a connection between transports begins: a hello and its reply. Little-endian, fixed structs,
 no pickle; every length is bounded.
 
-    client -> server   hello: magic, version, fence generation, token[32], sender's name, expected
-                       receiver's name
+    client -> server   hello: magic, wire number, fence generation, token[32], sender's name,
+                       expected receiver's name
     server -> client   hello reply: status, message
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import socket
 import struct
 from dataclasses import dataclass
 
 from kv_transfer.transports.sockets import ByteSocket
+from runtime.pb import common_pb2
+from runtime.version import WIRE
+from runtime.wire import why_refused
 
 _MAGIC = b"TDKV"
-_VERSION = 1
 _HELLO = struct.Struct("<4sHQ32sHH")
 _REPLY = struct.Struct("<BH")
 MAX_NAME_BYTES = 512
@@ -25,6 +28,10 @@ MAX_MESSAGE_BYTES = 1 << 12
 
 class WireError(ConnectionError):
     """The peer closed the connection, or sent what is not our protocol."""
+
+
+class OtherWireError(WireError):
+    """The peer speaks another wire number, which the message names."""
 
 
 class Status(enum.IntEnum):
@@ -69,7 +76,7 @@ def receive(sock: ByteSocket, nbytes: int) -> bytes:
 def send_hello(sock: ByteSocket, hello: Hello) -> None:
     """Introduce ourselves."""
     sender, receiver = hello.sender.encode(), hello.receiver.encode()
-    head = _HELLO.pack(_MAGIC, _VERSION, hello.generation, hello.token, len(sender), len(receiver))
+    head = _HELLO.pack(_MAGIC, WIRE, hello.generation, hello.token, len(sender), len(receiver))
     sock.sendall(head + sender + receiver)
 
 
@@ -86,9 +93,10 @@ class HelloReader:
 
         Raises:
             BlockingIOError: more has to come.
+            OtherWireError: the peer is to be told so.
             WireError: it is no hello, or the connection ended before.
         """
-        while num_missing := self._size - len(self._data):
+        while num_missing := self._size(sock) - len(self._data):
             piece = sock.recv(num_missing)
             if not piece:
                 raise WireError("connection closed")
@@ -102,14 +110,16 @@ class HelloReader:
             generation, token, sender.decode(errors="replace"), receiver.decode(errors="replace")
         )
 
-    @property
-    def _size(self) -> int:
+    def _size(self, sock: socket.socket) -> int:
         """Of the whole hello, as far as is known."""
         if len(self._data) < _HELLO.size:
             return _HELLO.size
-        _, version, _, _, sender_bytes, receiver_bytes = _HELLO.unpack_from(self._data)
-        if version != _VERSION:
-            raise WireError(f"a KV transfer peer of version {version}, ours is {_VERSION}")
+        _, wire, _, _, sender_bytes, receiver_bytes = _HELLO.unpack_from(self._data)
+        if reason := why_refused("a KV transfer peer", common_pb2.Wire(number=wire)):
+            # What stays unread would have the kernel drop our answer with the connection.
+            with contextlib.suppress(OSError):
+                sock.recv(MAX_MESSAGE_BYTES)
+            raise OtherWireError(reason)
         if max(sender_bytes, receiver_bytes) > MAX_NAME_BYTES:
             raise WireError("a name that is too long")
         return int(_HELLO.size + sender_bytes + receiver_bytes)

@@ -154,6 +154,7 @@ class Operations:
             "models": [_model_status(backend) for backend in backends],
             "ready": not missing,
             "missing": missing,
+            "refused": list(serving.refused),
             "degraded": degraded_parts(serving),
             "pid": os.getpid(),
             "uptime_s": round(time.monotonic() - self._started, 3),
@@ -227,10 +228,13 @@ def worker_state(member: Member, recently_failed: bool) -> str:
 
 
 def missing_parts(serving: Serving, backend: Backend | None = None) -> list[str]:
-    """What keeps this process from serving ``backend``, or any; empty when it can."""
+    """What keeps this process from serving ``backend``, or any; empty when it can.
+
+    With it, workers that would serve and are refused: one of them is what is missing.
+    """
     draining = ["the router is draining"] if serving.backends.draining else []
     missing = serving.backends.missing() if backend is None else backend.readiness.missing()
-    return draining + missing
+    return draining + missing + (list(serving.refused) if missing else [])
 
 
 def degraded_parts(serving: Serving, backend: Backend | None = None) -> list[str]:

@@ -110,6 +110,10 @@ class HttpServer:
         self._serving.ranks = pictures
         self.metrics.ranks.set_pictures(pictures)
 
+    def update_refused(self, refused: Sequence[str]) -> None:
+        """Workers that the registry refuses, each with why."""
+        self._serving.refused = tuple(refused)
+
     async def start(self, listener: socket.socket) -> None:
         """Serve on ``listener``, which is bound; this process owns it from now on."""
         await self._runner.setup()

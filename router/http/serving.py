@@ -42,7 +42,9 @@ class Serving:
     sample_ratio: float = 0.0
     finished: FinishedRequests = field(default_factory=FinishedRequests)
     ranks: Sequence[RankPicture] = ()
-    """Of instances of several ranks, as last heard: the one thing here that changes."""
+    """Of instances of several ranks, as last heard; this and the next change."""
+    refused: Sequence[str] = ()
+    """Workers that are not in a pool because the registry refuses them, each with why."""
 
 
 def backend_for(serving: Serving, request: web.Request, name: str | None) -> Backend:

@@ -19,6 +19,9 @@ MAX_REPLACED = 1024
 """Lives that are remembered as replaced."""
 MAX_DEPARTURES = 128
 """That are told to watchers: more than the ranks of one instance that ends."""
+REFUSED_S = 600.0
+"""A worker that was refused is remembered for so long, or until its place is taken."""
+MAX_REFUSED = 64
 
 
 class SupersededError(ValueError):
@@ -44,6 +47,8 @@ class Registry:
         """Oldest first."""
         self._departures: deque[Departure] = deque(maxlen=MAX_DEPARTURES)
         self._num_departures = 0
+        self._refused: dict[tuple[str, int], tuple[str, float]] = {}
+        """Why, and until when it is told, by place; the latest last."""
         self._version = 1
 
     @property
@@ -70,6 +75,19 @@ class Registry:
         """The last workers that went, oldest first."""
         return tuple(self._departures)
 
+    def refused(self) -> list[str]:
+        """Workers that asked lately and are not members, each with why; the latest last."""
+        return [reason for reason, _ in self._refused.values()]
+
+    def note_refused(self, instance: str, rank: int, reason: str) -> None:
+        """A worker asks in vain; the same again is no news."""
+        place = instance, rank
+        former, _ = self._refused.pop(place, ("", 0.0))
+        self._refused[place] = reason, self._clock.now() + REFUSED_S
+        if len(self._refused) > MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._version += reason != former
+
     def register(self, member: Member) -> str:
         """Add ``member`` and return its lease id; an earlier life of the same endpoint leaves.
 
@@ -95,6 +113,7 @@ class Registry:
                     self._note_departure(lease.member.key, DepartureReason.REPLACED)
         lease_id = secrets.token_hex(12)
         self._leases[lease_id] = _Lease(member, self._clock.now() + self._ttl_s)
+        self._refused.pop(member.key.place, None)
         self._version += 1
         return lease_id
 
@@ -140,11 +159,14 @@ class Registry:
         return self._clock.tick()
 
     def expire(self) -> list[WorkerKey]:
-        """Drop the leases that ran out and name their workers."""
+        """Drop the leases that ran out and name their workers; forget who was refused long ago."""
         now = self._clock.now()
         gone = [lease_id for lease_id, lease in self._leases.items() if lease.expires_at <= now]
         keys = [self._leases.pop(lease_id).member.key for lease_id in gone]
-        self._version += bool(keys)
+        forgotten = [place for place, (_, until) in self._refused.items() if until <= now]
+        for place in forgotten:
+            del self._refused[place]
+        self._version += bool(keys or forgotten)
         for key in keys:
             self._note_departure(key, DepartureReason.LOST)
         return keys

@@ -24,7 +24,7 @@ from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.rank_picture import RankPicture, picture_from_proto, picture_to_proto
 from runtime.roles import Role
 from runtime.rpc import caller_roles, map_rpc_errors, open_channel
-from runtime.wire import error_to_proto
+from runtime.wire import error_to_proto, own_wire, why_refused
 
 logger = get_logger(__name__)
 
@@ -33,6 +33,7 @@ RETRY_S = 0.5
 
 PoolListener = Callable[[Sequence[Member], Sequence[Departure]], None]
 RanksListener = Callable[[Sequence[RankPicture]], None]
+RefusedListener = Callable[[Sequence[str]], None]
 
 
 class RegistryService(registry_pb2_grpc.RegistryServicer):
@@ -45,12 +46,14 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         *,
         watch: RankWatch | None = None,
         on_ranks: RanksListener = lambda pictures: None,
+        on_refused: RefusedListener = lambda refused: None,
     ) -> None:
         """``listener`` is called on the event loop after each change, with the whole pool and the
-        last workers that went; ``on_ranks`` with what ``watch`` makes of their waits.
+        last workers that went; ``on_ranks`` with what ``watch`` makes of their waits;
+        ``on_refused`` with why others are not in the pool.
         """
         self._registry = registry
-        self._listener, self._on_ranks = listener, on_ranks
+        self._listener, self._on_ranks, self._on_refused = listener, on_ranks, on_refused
         self._watch = watch or RankWatch(asyncio.get_running_loop().time)
         self._changed: set[asyncio.Event] = set()
         self._announced = registry.version
@@ -60,7 +63,12 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         self, request: registry_pb2.RegisterRequest, context: object
     ) -> registry_pb2.RegisterResponse:
         """A worker joins the pool."""
+        identity = request.worker.identity
+        name = f"worker {identity.instance}/{identity.rank}"
         try:
+            # First: what else it says may not mean what we take it for.
+            if reason := why_refused(name, request.wire):
+                raise ValueError(reason)
             member = member_from_proto(request.worker, request.load)
             if member.role.value not in caller_roles():
                 proven = " and ".join(sorted(caller_roles()))
@@ -69,9 +77,15 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
             lease_id = self._registry.register(member)
         except ValueError as error:
             logger.warning("refused a worker: %s", error)
+            superseded = isinstance(error, SupersededError)
+            if not superseded:
+                told = str(error) if str(error).startswith(name) else f"{name}: {error}"
+                self._registry.note_refused(identity.instance, identity.rank, told)
+                self.announce()
             return registry_pb2.RegisterResponse(
                 error=error_to_proto(InvalidRequestError(str(error))),
-                superseded=isinstance(error, SupersededError),
+                superseded=superseded,
+                wire=own_wire(),
             )
         logger.info(
             "worker joined role=%s worker=%s address=%s",
@@ -80,7 +94,9 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
             member.address,
         )
         self.announce()
-        return registry_pb2.RegisterResponse(lease_id=lease_id, lease_ttl_s=self._registry.ttl_s)
+        return registry_pb2.RegisterResponse(
+            lease_id=lease_id, lease_ttl_s=self._registry.ttl_s, wire=own_wire()
+        )
 
     async def Renew(
         self, request: registry_pb2.RenewRequest, context: object
@@ -122,6 +138,7 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
                     members=members,
                     departures=gone,
                     ranks=[picture_to_proto(picture) for picture in self._pictures()],
+                    refused=self._registry.refused(),
                 )
                 await changed.wait()
                 await asyncio.sleep(MIN_SNAPSHOT_INTERVAL_S)
@@ -157,6 +174,7 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         if self._listener is not None:
             self._listener(self._registry.members(), self._registry.departures())
             self._on_ranks(self._pictures())
+            self._on_refused(self._registry.refused())
         for changed in self._changed:
             changed.set()
 
@@ -170,7 +188,9 @@ async def watch_forever(
     credentials: Credentials,
     watcher: str,
     listener: PoolListener,
+    *,
     on_ranks: RanksListener = lambda pictures: None,
+    on_refused: RefusedListener = lambda refused: None,
 ) -> None:
     """Follow the registry of another process; runs until cancelled.
 
@@ -184,4 +204,5 @@ async def watch_forever(
                     members = [member_from_proto(m.worker, m.load) for m in snapshot.members]
                     listener(members, [departure_from_proto(gone) for gone in snapshot.departures])
                     on_ranks([picture_from_proto(picture) for picture in snapshot.ranks])
+                    on_refused(snapshot.refused)
             await asyncio.sleep(RETRY_S)

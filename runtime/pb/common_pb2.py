@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17runtime/pb/common.proto\x12\ttandem.v1\"?\n\x0eWorkerIdentity\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xc5\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x14\n\x0cnum_logprobs\x18\r \x01(\x05\x12\x1b\n\x13num_prompt_logprobs\x18\x0e \x01(\x05\x12/\n\nconstraint\x18\x0f \x01(\x0b\x32\x1b.tandem.v1.OutputConstraint\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"h\n\x10OutputConstraint\x12\x0f\n\x07grammar\x18\x01 \x01(\t\x12\x14\n\x0cstarts_after\x18\x02 \x03(\r\x12\x19\n\x11max_tokens_before\x18\x03 \x01(\r\x12\x12\n\nis_guarded\x18\x04 \x01(\x08\"X\n\x10PositionLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"w\n\x05\x45rror\x12\"\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x14.tandem.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07suspect\x18\x04 \x01(\x08\x12\x14\n\x0crelayed_from\x18\x05 \x01(\t\"\xb3\x01\n\x07Timings\x12\x17\n\x0fprefill_queue_s\x18\x01 \x01(\x01\x12\x19\n\x11prefill_compute_s\x18\x02 \x01(\x01\x12\x15\n\rkv_transfer_s\x18\x03 \x01(\x01\x12\x18\n\x10\x64\x65\x63ode_reserve_s\x18\x04 \x01(\x01\x12\x1a\n\x12\x64\x65\x63ode_admission_s\x18\x05 \x01(\x01\x12\x14\n\x0ckv_exposed_s\x18\x06 \x01(\x01\x12\x11\n\tkv_wire_s\x18\x07 \x01(\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ndeadline_s\x18\x01 \x01(\x01\"C\n\rDrainResponse\x12\x19\n\x11num_requests_left\x18\x01 \x01(\r\x12\x17\n\x0fnum_tokens_left\x18\x02 \x01(\x04\"m\n\x08Standing\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05order\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\r\n\x05share\x18\x04 \x01(\x01\x12\x13\n\x0bttft_left_s\x18\x05 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x06 \x01(\x01*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*\xad\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1a\n\x16\x46INISH_REASON_COMPLETE\x10\x05*\xe5\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x02\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x03\x12\x18\n\x14\x45RROR_CODE_CANCELLED\x10\x04\x12\x1e\n\x1a\x45RROR_CODE_TRANSFER_FAILED\x10\x05\x12\x18\n\x14\x45RROR_CODE_PEER_LOST\x10\x06\x12\x1b\n\x17\x45RROR_CODE_STALE_TICKET\x10\x07\x12\x1e\n\x1a\x45RROR_CODE_LAYOUT_MISMATCH\x10\x08\x12\x1c\n\x18\x45RROR_CODE_OUT_OF_BLOCKS\x10\t\x12\x17\n\x13\x45RROR_CODE_DRAINING\x10\n\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x0b\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17runtime/pb/common.proto\x12\ttandem.v1\"?\n\x0eWorkerIdentity\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\'\n\x04Wire\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xc5\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x12\n\nmin_tokens\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\x05\x12\x14\n\x0cnum_logprobs\x18\r \x01(\x05\x12\x1b\n\x13num_prompt_logprobs\x18\x0e \x01(\x05\x12/\n\nconstraint\x18\x0f \x01(\x0b\x32\x1b.tandem.v1.OutputConstraint\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\"h\n\x10OutputConstraint\x12\x0f\n\x07grammar\x18\x01 \x01(\t\x12\x14\n\x0cstarts_after\x18\x02 \x03(\r\x12\x19\n\x11max_tokens_before\x18\x03 \x01(\r\x12\x12\n\nis_guarded\x18\x04 \x01(\x08\"X\n\x10PositionLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0f\n\x07top_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x12\x0c\n\x04rank\x18\x04 \x01(\r\"w\n\x05\x45rror\x12\"\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x14.tandem.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07suspect\x18\x04 \x01(\x08\x12\x14\n\x0crelayed_from\x18\x05 \x01(\t\"\xb3\x01\n\x07Timings\x12\x17\n\x0fprefill_queue_s\x18\x01 \x01(\x01\x12\x19\n\x11prefill_compute_s\x18\x02 \x01(\x01\x12\x15\n\rkv_transfer_s\x18\x03 \x01(\x01\x12\x18\n\x10\x64\x65\x63ode_reserve_s\x18\x04 \x01(\x01\x12\x1a\n\x12\x64\x65\x63ode_admission_s\x18\x05 \x01(\x01\x12\x14\n\x0ckv_exposed_s\x18\x06 \x01(\x01\x12\x11\n\tkv_wire_s\x18\x07 \x01(\x01\"\"\n\x0c\x44rainRequest\x12\x12\n\ndeadline_s\x18\x01 \x01(\x01\"C\n\rDrainResponse\x12\x19\n\x11num_requests_left\x18\x01 \x01(\r\x12\x17\n\x0fnum_tokens_left\x18\x02 \x01(\x04\"m\n\x08Standing\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05order\x18\x02 \x01(\r\x12\x10\n\x08priority\x18\x03 \x01(\x11\x12\r\n\x05share\x18\x04 \x01(\x01\x12\x13\n\x0bttft_left_s\x18\x05 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x06 \x01(\x01*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02*\xad\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1a\n\x16\x46INISH_REASON_COMPLETE\x10\x05*\xe5\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x45RROR_CODE_INVALID_REQUEST\x10\x01\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x02\x12 \n\x1c\x45RROR_CODE_DEADLINE_EXCEEDED\x10\x03\x12\x18\n\x14\x45RROR_CODE_CANCELLED\x10\x04\x12\x1e\n\x1a\x45RROR_CODE_TRANSFER_FAILED\x10\x05\x12\x18\n\x14\x45RROR_CODE_PEER_LOST\x10\x06\x12\x1b\n\x17\x45RROR_CODE_STALE_TICKET\x10\x07\x12\x1e\n\x1a\x45RROR_CODE_LAYOUT_MISMATCH\x10\x08\x12\x1c\n\x18\x45RROR_CODE_OUT_OF_BLOCKS\x10\t\x12\x17\n\x13\x45RROR_CODE_DRAINING\x10\n\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\x0b\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1274
-  _globals['_ROLE']._serialized_end=1337
-  _globals['_FINISHREASON']._serialized_start=1340
-  _globals['_FINISHREASON']._serialized_end=1513
-  _globals['_ERRORCODE']._serialized_start=1516
-  _globals['_ERRORCODE']._serialized_end=1873
+  _globals['_ROLE']._serialized_start=1315
+  _globals['_ROLE']._serialized_end=1378
+  _globals['_FINISHREASON']._serialized_start=1381
+  _globals['_FINISHREASON']._serialized_end=1554
+  _globals['_ERRORCODE']._serialized_start=1557
+  _globals['_ERRORCODE']._serialized_end=1914
   _globals['_WORKERIDENTITY']._serialized_start=38
   _globals['_WORKERIDENTITY']._serialized_end=101
-  _globals['_SAMPLINGPARAMS']._serialized_start=104
-  _globals['_SAMPLINGPARAMS']._serialized_end=557
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=509
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=557
-  _globals['_OUTPUTCONSTRAINT']._serialized_start=559
-  _globals['_OUTPUTCONSTRAINT']._serialized_end=663
-  _globals['_POSITIONLOGPROBS']._serialized_start=665
-  _globals['_POSITIONLOGPROBS']._serialized_end=753
-  _globals['_ERROR']._serialized_start=755
-  _globals['_ERROR']._serialized_end=874
-  _globals['_TIMINGS']._serialized_start=877
-  _globals['_TIMINGS']._serialized_end=1056
-  _globals['_DRAINREQUEST']._serialized_start=1058
-  _globals['_DRAINREQUEST']._serialized_end=1092
-  _globals['_DRAINRESPONSE']._serialized_start=1094
-  _globals['_DRAINRESPONSE']._serialized_end=1161
-  _globals['_STANDING']._serialized_start=1163
-  _globals['_STANDING']._serialized_end=1272
+  _globals['_WIRE']._serialized_start=103
+  _globals['_WIRE']._serialized_end=142
+  _globals['_SAMPLINGPARAMS']._serialized_start=145
+  _globals['_SAMPLINGPARAMS']._serialized_end=598
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=550
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=598
+  _globals['_OUTPUTCONSTRAINT']._serialized_start=600
+  _globals['_OUTPUTCONSTRAINT']._serialized_end=704
+  _globals['_POSITIONLOGPROBS']._serialized_start=706
+  _globals['_POSITIONLOGPROBS']._serialized_end=794
+  _globals['_ERROR']._serialized_start=796
+  _globals['_ERROR']._serialized_end=915
+  _globals['_TIMINGS']._serialized_start=918
+  _globals['_TIMINGS']._serialized_end=1097
+  _globals['_DRAINREQUEST']._serialized_start=1099
+  _globals['_DRAINREQUEST']._serialized_end=1133
+  _globals['_DRAINRESPONSE']._serialized_start=1135
+  _globals['_DRAINRESPONSE']._serialized_end=1202
+  _globals['_STANDING']._serialized_start=1204
+  _globals['_STANDING']._serialized_end=1313
 # @@protoc_insertion_point(module_scope)

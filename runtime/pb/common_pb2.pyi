@@ -68,6 +68,14 @@ class WorkerIdentity(_message.Message):
     rank: int
     def __init__(self, instance: _Optional[str] = ..., epoch: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
 
+class Wire(_message.Message):
+    __slots__ = ("number", "version")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    version: str
+    def __init__(self, number: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "min_tokens", "stop_token_ids", "num_logprobs", "num_prompt_logprobs", "constraint")
     class LogitBiasEntry(_message.Message):

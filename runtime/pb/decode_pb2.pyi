@@ -23,7 +23,7 @@ TICKET_OUTCOME_ABANDONED: TicketOutcome
 TICKET_OUTCOME_FAILED: TicketOutcome
 
 class PeerEndpoint(_message.Message):
-    __slots__ = ("decode", "transport", "endpoint", "kv_region_bytes", "metadata_region_bytes", "metadata_slot_bytes", "fence_generation")
+    __slots__ = ("decode", "transport", "endpoint", "kv_region_bytes", "metadata_region_bytes", "metadata_slot_bytes", "fence_generation", "wire")
     DECODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class PeerEndpoint(_message.Message):
     METADATA_REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
     METADATA_SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     FENCE_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
     decode: _common_pb2.WorkerIdentity
     transport: str
     endpoint: bytes
@@ -38,7 +39,8 @@ class PeerEndpoint(_message.Message):
     metadata_region_bytes: int
     metadata_slot_bytes: int
     fence_generation: int
-    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., kv_region_bytes: _Optional[int] = ..., metadata_region_bytes: _Optional[int] = ..., metadata_slot_bytes: _Optional[int] = ..., fence_generation: _Optional[int] = ...) -> None: ...
+    wire: _common_pb2.Wire
+    def __init__(self, decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., transport: _Optional[str] = ..., endpoint: _Optional[bytes] = ..., kv_region_bytes: _Optional[int] = ..., metadata_region_bytes: _Optional[int] = ..., metadata_slot_bytes: _Optional[int] = ..., fence_generation: _Optional[int] = ..., wire: _Optional[_Union[_common_pb2.Wire, _Mapping]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("request_id", "router_id", "context_token_ids", "num_output_tokens", "sampling", "timeout_s", "prefill", "prefill_address", "num_prefill_ranks", "cache_salt", "standing", "row_id")
@@ -89,7 +91,7 @@ class Reservation(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., decode_address: _Optional[str] = ..., nonce: _Optional[int] = ...) -> None: ...
 
 class ClaimRequest(_message.Message):
-    __slots__ = ("request_id", "nonce", "decode", "prefill", "num_prefill_ranks", "transport", "layout_fingerprint", "layout_description", "metadata_slot_bytes", "has_endpoint", "fence_generation")
+    __slots__ = ("request_id", "nonce", "decode", "prefill", "num_prefill_ranks", "transport", "layout_fingerprint", "layout_description", "metadata_slot_bytes", "has_endpoint", "fence_generation", "wire")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +103,7 @@ class ClaimRequest(_message.Message):
     METADATA_SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     HAS_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     FENCE_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     nonce: int
     decode: _common_pb2.WorkerIdentity
@@ -112,7 +115,8 @@ class ClaimRequest(_message.Message):
     metadata_slot_bytes: int
     has_endpoint: bool
     fence_generation: int
-    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., num_prefill_ranks: _Optional[int] = ..., transport: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_description: _Optional[str] = ..., metadata_slot_bytes: _Optional[int] = ..., has_endpoint: bool = ..., fence_generation: _Optional[int] = ...) -> None: ...
+    wire: _common_pb2.Wire
+    def __init__(self, request_id: _Optional[str] = ..., nonce: _Optional[int] = ..., decode: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., prefill: _Optional[_Union[_common_pb2.WorkerIdentity, _Mapping]] = ..., num_prefill_ranks: _Optional[int] = ..., transport: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_description: _Optional[str] = ..., metadata_slot_bytes: _Optional[int] = ..., has_endpoint: bool = ..., fence_generation: _Optional[int] = ..., wire: _Optional[_Union[_common_pb2.Wire, _Mapping]] = ...) -> None: ...
 
 class ClaimResponse(_message.Message):
     __slots__ = ("ticket", "error", "endpoint")

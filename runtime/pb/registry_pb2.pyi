@@ -191,24 +191,28 @@ class PeerBytes(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., num_bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("worker", "load")
+    __slots__ = ("worker", "load", "wire")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerRecord
     load: WorkerLoad
-    def __init__(self, worker: _Optional[_Union[WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+    wire: _common_pb2.Wire
+    def __init__(self, worker: _Optional[_Union[WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., wire: _Optional[_Union[_common_pb2.Wire, _Mapping]] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("lease_id", "lease_ttl_s", "error", "superseded")
+    __slots__ = ("lease_id", "lease_ttl_s", "error", "superseded", "wire")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     lease_ttl_s: float
     error: _common_pb2.Error
     superseded: bool
-    def __init__(self, lease_id: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., superseded: bool = ...) -> None: ...
+    wire: _common_pb2.Wire
+    def __init__(self, lease_id: _Optional[str] = ..., lease_ttl_s: _Optional[float] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., superseded: bool = ..., wire: _Optional[_Union[_common_pb2.Wire, _Mapping]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("lease_id", "load", "draining", "num_routers")
@@ -253,16 +257,18 @@ class PoolMember(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class PoolSnapshot(_message.Message):
-    __slots__ = ("version", "members", "departures", "ranks")
+    __slots__ = ("version", "members", "departures", "ranks", "refused")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     DEPARTURES_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[PoolMember]
     departures: _containers.RepeatedCompositeFieldContainer[Departure]
     ranks: _containers.RepeatedCompositeFieldContainer[RankPicture]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[PoolMember, _Mapping]]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPicture, _Mapping]]] = ...) -> None: ...
+    refused: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[PoolMember, _Mapping]]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankPicture, _Mapping]]] = ..., refused: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Departure(_message.Message):
     __slots__ = ("number", "identity", "reason")

@@ -49,7 +49,13 @@ from runtime.pb import (
 )
 from runtime.rpc import bind_port, create_server, open_channel
 from runtime.sampling import SamplingParams
-from runtime.wire import error_to_proto, identity, same_identity, sampling_to_proto
+from runtime.wire import (
+    error_to_proto,
+    identity,
+    own_wire,
+    same_identity,
+    sampling_to_proto,
+)
 from runtime.worker import WorkerOptions
 from tests.decode.imagined import (
     BLOCK_SIZE,
@@ -77,7 +83,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
 
     async def Register(self, request: registry_pb2.RegisterRequest, context: Any) -> Any:
         self.records.append(request.worker)
-        return registry_pb2.RegisterResponse(lease_id="lease", lease_ttl_s=6.0)
+        return registry_pb2.RegisterResponse(lease_id="lease", lease_ttl_s=6.0, wire=own_wire())
 
     async def Renew(self, request: registry_pb2.RenewRequest, context: Any) -> Any:
         self.was_draining |= request.draining
@@ -161,6 +167,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
             metadata_slot_bytes=SlotLayout().slot_bytes,
             has_endpoint=peer is not None,
             fence_generation=0 if peer is None else peer.fence_generation,
+            wire=own_wire(),
         )
         call: ClaimCall = self.stubs[decode.rank].Claim(request)
         return call

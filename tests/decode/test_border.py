@@ -23,7 +23,8 @@ from runtime.errors import (
 )
 from runtime.pb import common_pb2, decode_pb2
 from runtime.sampling import SamplingParams
-from runtime.wire import identity, sampling_to_proto
+from runtime.version import WIRE
+from runtime.wire import identity, own_wire, sampling_to_proto
 from tests.decode.imagined import BLOCK_SIZE, LAYOUT, VOCAB_SIZE
 
 SLOTS = SlotLayout()
@@ -71,6 +72,7 @@ def claim(**changes: Any) -> decode_pb2.ClaimRequest:
         "layout_fingerprint": LAYOUT.fingerprint(),
         "layout_description": LAYOUT.describe(),
         "metadata_slot_bytes": SLOTS.slot_bytes,
+        "wire": own_wire(),
     }
     return decode_pb2.ClaimRequest(**{**values, **changes})
 
@@ -177,3 +179,21 @@ def test_who_stores_kv_otherwise_may_not_claim(
     assert checked.make_claim(claim(), lambda _: None).writer_key == "prefill-0@0000000000000007/0"
     with pytest.raises(error, match=words):
         checked.make_claim(claim(**changes), lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("wire", "said"),
+    [
+        (common_pb2.Wire(number=WIRE + 1, version="9.9"), f"wire {WIRE + 1} (Tandem 9.9)"),
+        (None, "wire 0 (Tandem of an unknown version)"),
+    ],
+)
+def test_a_writer_that_speaks_something_else_gets_no_ticket(
+    wire: common_pb2.Wire | None, said: str
+) -> None:
+    with pytest.raises(LayoutMismatchError) as raised:
+        Border(FACTS, Places(4)).make_claim(claim(wire=wire), lambda _: None)
+    assert f"prefill worker prefill-0/0 speaks {said}, this process wire {WIRE} " in str(
+        raised.value
+    )
+    assert "Fix: one version of Tandem on both" in str(raised.value)

@@ -35,6 +35,7 @@ from runtime.pb import (
 from runtime.registration import RegistryClient
 from runtime.roles import Role
 from runtime.rpc import bind_port, create_server
+from runtime.wire import own_wire
 
 logger = get_logger("fake_role")
 
@@ -63,7 +64,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         lease_id = f"{identity.instance}/{identity.rank}"
         self._members[lease_id] = registry_pb2.PoolMember(worker=request.worker)
         await self._tell()
-        return registry_pb2.RegisterResponse(lease_id=lease_id, lease_ttl_s=0.5)
+        return registry_pb2.RegisterResponse(lease_id=lease_id, lease_ttl_s=0.5, wire=own_wire())
 
     async def Renew(
         self, request: registry_pb2.RenewRequest, context: Context

@@ -30,6 +30,7 @@ from runtime.pb import (
     registry_pb2_grpc,
 )
 from runtime.rpc import bind_port, create_server
+from runtime.wire import own_wire
 from tests.deploy.fake_role import FakeRegistry
 from tests.deploy.fakes import LocalLauncher, fake_config, fake_context
 
@@ -114,7 +115,7 @@ class FakeCluster:
             # A rank that is nothing is one that is gone.
             address=await self._serve(server) if rank.left else f"{HOST}:1",
         )
-        request = registry_pb2.RegisterRequest(worker=record)
+        request = registry_pb2.RegisterRequest(worker=record, wire=own_wire())
         await self._registry.Register(request, None)  # type: ignore[arg-type]
         async with asyncio.timeout(60):
             while (instance, number) not in self._watch.members:

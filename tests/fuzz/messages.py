@@ -30,6 +30,7 @@ from runtime.wire import (
     finish_reason_from_proto,
     identity,
     logprobs_from_proto,
+    own_wire,
     sampling_from_proto,
     standing_from_proto,
 )
@@ -176,6 +177,7 @@ _RESERVE = decode_pb2.ReserveRequest(
     num_prefill_ranks=1,
 )
 _CLAIM = decode_pb2.ClaimRequest(
+    wire=own_wire(),
     nonce=5,
     decode=_SELF,
     prefill=identity("p", 7),

@@ -33,7 +33,7 @@ from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.frames import FrameKind, Offer, receive_frame, send_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
 from kv_transfer.transports.sockets import ByteSocket
-from runtime.call_connection import CallConnection, greeting, secret_of
+from runtime.call_connection import CallConnection, greeting, read_greeting
 from runtime.call_server import CallServer, CarriedMethod
 from runtime.call_stream import CallStream, Method
 from runtime.errors import (
@@ -44,6 +44,7 @@ from runtime.net import Credentials
 from runtime.pb import (
     calls_pb2,
 )
+from runtime.roles import Role
 from runtime.sampling import PositionLogprobs
 from runtime.trace import TraceContext
 from tests.fuzz.target import Target
@@ -154,7 +155,7 @@ def call_frames(data: bytes) -> None:
         messages = await read(pieces)
         assert messages == await read([b"".join(pieces)])
         for message in messages:
-            secret_of(message)
+            read_greeting(message)
 
     asyncio.run(_with_loop(work()))
 
@@ -169,8 +170,10 @@ def call_batches(data: bytes) -> None:
 
     async def work() -> None:
         server = CallServer(CREDENTIALS)
-        server.carry(Echo=CarriedMethod(parse=calls_pb2.CarriedCall.FromString, handler=echo))
-        owner, _ = server._welcome(cast(CallConnection, None))
+        server.carry(
+            "Decode", Abort=CarriedMethod(parse=calls_pb2.CarriedCall.FromString, handler=echo)
+        )
+        owner, _ = server._welcome(cast(CallConnection, None), frozenset(Role))
         connection, pipe = _connect(owner)
         owner._connection = connection
         num_calls = 0
@@ -199,8 +202,9 @@ def call_answers(data: bytes) -> None:
     async def work() -> None:
         stream = CallStream("127.0.0.1:1", CREDENTIALS)
         connection, pipe = _connect(stream)
-        method = Method("Echo", calls_pb2.CarriedCall.FromString, cast(Any, None))
+        method = Method("Abort", calls_pb2.CarriedCall.FromString, cast(Any, None))
         calls = [stream.start(method, calls_pb2.CarriedCall(number=n)) for n in range(3)]
+        stream.take(_ACCEPTED)
         for message in cut(data):
             if not pipe.is_over:
                 stream.take(message)
@@ -359,11 +363,11 @@ def _frame_of(kind: FrameKind, payload: bytes) -> bytes:
     return bytes(sock.sent)
 
 
-_ECHO = calls_pb2.CallBatch(
+_ABORT = calls_pb2.CallBatch(
     calls=[
         calls_pb2.CarriedCall(
             number=1,
-            method="Echo",
+            method="Abort",
             request=calls_pb2.CarriedCall(number=1).SerializeToString(),
             traceparent=f"00-{'a' * 32}-{'b' * 16}-01",
         ),
@@ -371,8 +375,9 @@ _ECHO = calls_pb2.CallBatch(
         calls_pb2.CarriedCall(number=1),
     ]
 ).SerializeToString()
+_ACCEPTED = calls_pb2.AnswerBatch(answers=[calls_pb2.CarriedAnswer()]).SerializeToString()
 _MORE = calls_pb2.CallBatch(
-    calls=[calls_pb2.CarriedCall(number=3, method="Echo", request=b"")]
+    calls=[calls_pb2.CarriedCall(number=3, method="Abort", request=b"")]
 ).SerializeToString()
 _ANSWERS = calls_pb2.AnswerBatch(
     answers=[
@@ -396,7 +401,9 @@ TARGETS = {
         seeds=(parted(_message(greeting("s"))[:5], _message(greeting("s"))[5:] + bytes(4)),),
         words=("tandem calls 1\n",),
     ),
-    "call-batches": Target(run=call_batches, seeds=(parted(_ECHO, _MORE),), words=("Echo",)),
+    "call-batches": Target(
+        run=call_batches, seeds=(parted(_ABORT, _MORE), parted(_ABORT, _ABORT)), words=("Abort",)
+    ),
     "call-answers": Target(run=call_answers, seeds=(parted(_ANSWERS),)),
     "kv-hello": Target(run=kv_hello, seeds=(_hello("prefill-0/0", "decode-0/0") + b"rest",)),
     "kv-replies": Target(

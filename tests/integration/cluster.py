@@ -9,6 +9,7 @@ process that nobody has been before.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -95,8 +96,7 @@ class Cluster:
         self, name: str, command: list[str], environment: Mapping[str, str], log: BinaryIO
     ) -> Process:
         """Start the process that runs `command`, a module and its arguments."""
-        fresh = self._num_devices > 0
-        return start(command, environment=environment, output=log, fresh=fresh)
+        return start(command, environment=environment, output=log, fresh=self._num_devices > 0)
 
     @property
     def control_address(self) -> str:
@@ -121,8 +121,7 @@ class Cluster:
         return [f"http://{host}:{first + n}" for n in range(self.config.router.instances)]
 
     def __enter__(self) -> Cluster:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(dump_config(_served_at(self.address_of("router"), self.config)))
+        self.write_config()
         try:
             for index in range(self.config.router.instances):
                 self.start_router(index)
@@ -138,6 +137,11 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def write_config(self) -> None:
+        """For all of its processes; entering does it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(dump_config(_served_at(self.address_of("router"), self.config)))
 
     def start_router(self, index: int) -> None:
         """Start one of the routers."""
@@ -177,8 +181,7 @@ class Cluster:
     def _start(
         self, name: str, command: list[str], environment: Mapping[str, str] | None = None
     ) -> None:
-        log = (self._folder / f"{name.replace('/', '-')}.log").open("ab")
-        with log:
+        with (self._folder / f"{name.replace('/', '-')}.log").open("ab") as log:
             variables = {**self._environment, **(environment or {})}
             self.processes[name] = self.start_process(name, command, variables, log)
         self._started.append(self.processes[name])
@@ -276,10 +279,8 @@ class Cluster:
     def kill_all(self) -> None:
         """SIGKILL whatever carries our mark."""
         for pid in self.marked_processes():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         for process in self.processes.values():
             process.wait(60)
 

@@ -15,7 +15,13 @@ from deploy.ports import free_port
 from kv_transfer.transport import KV_REGION, MemoryRegion, RegionWrite, TransferState, Transport
 from kv_transfer.transports.door import MAX_STRANGERS, Door
 from kv_transfer.transports.gate import MAX_CONNECTIONS_PER_PEER
-from kv_transfer.transports.hello import MAX_NAME_BYTES, Hello, send_hello
+from kv_transfer.transports.hello import (
+    MAX_NAME_BYTES,
+    Hello,
+    Status,
+    receive_reply,
+    send_hello,
+)
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
@@ -27,6 +33,7 @@ from kv_transfer.transports.paired.engine import (
 )
 from kv_transfer.transports.paired.transport import PairedTransport
 from runtime.errors import ConfigError, StaleTicketError
+from runtime.version import WIRE
 from tests.kv_transfer.helpers import HOST, LAYOUT, Pool
 from tests.waiting import wait_until
 
@@ -280,6 +287,20 @@ def test_a_name_that_is_too_long_is_cut_off(closing: ExitStack) -> None:
     assert is_cut_off(sock)
     send_hello(at.connect(), hello_of("n" * MAX_NAME_BYTES))
     wait_until(lambda: len(at.hellos) == 1)
+
+
+def test_who_speaks_another_version_of_it_is_told_so(closing: ExitStack) -> None:
+    at = Welcomes(closing)
+    hello = bytearray(encoded(hello_of("newer")))
+    assert hello[4:6] == WIRE.to_bytes(2, "little")
+    hello[4:6] = (WIRE + 1).to_bytes(2, "little")
+    sock = at.connect()
+    sock.sendall(hello)
+    status, message = receive_reply(sock)
+    assert status is Status.STALE
+    assert f"speaks wire {WIRE + 1} " in message
+    assert f"this process wire {WIRE} " in message
+    assert at.hellos == []
 
 
 def test_the_door_outlives_an_error_behind_it(

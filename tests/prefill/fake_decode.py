@@ -17,7 +17,7 @@ from runtime.net import Credentials, Listen
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from runtime.rpc import bind_port, create_server
 from runtime.trace import trace_id
-from runtime.wire import error_to_proto
+from runtime.wire import error_to_proto, own_wire
 
 SECRET = "shh"
 CREDENTIALS = Credentials.of_secret(SECRET)
@@ -36,6 +36,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     address: str = ""
     transport: str = "loopback"
     slot_bytes: int = SLOT_BYTES
+    wire: common_pb2.Wire = field(default_factory=own_wire)
     fence_generation: int = 3
     transfer_timeout_s: float = 30.0
     has_endpoint: bool = True
@@ -125,6 +126,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             metadata_region_bytes=1 << 20,
             metadata_slot_bytes=self.slot_bytes,
             fence_generation=self.fence_generation,
+            wire=self.wire,
         )
 
     async def RenewTickets(

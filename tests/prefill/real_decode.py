@@ -34,6 +34,7 @@ from runtime.pb import (
     registry_pb2_grpc,
 )
 from runtime.rpc import bind_port, create_server
+from runtime.wire import own_wire
 from tests.prefill.fake_decode import CREDENTIALS, LISTEN, SECRET, FakeDecode
 from tests.processes.forked import Process, start
 
@@ -53,7 +54,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         self, request: registry_pb2.RegisterRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> registry_pb2.RegisterResponse:
         self.workers.put_nowait(request.worker)
-        return registry_pb2.RegisterResponse(lease_id="lease", lease_ttl_s=30.0)
+        return registry_pb2.RegisterResponse(lease_id="lease", lease_ttl_s=30.0, wire=own_wire())
 
     async def Renew(
         self, request: registry_pb2.RenewRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -123,6 +124,7 @@ class RealDecode(FakeDecode):
             metadata_region_bytes=self.slots.nbytes,
             metadata_slot_bytes=self.slots.layout.slot_bytes,
             fence_generation=self.kv_transport.fence_generation,
+            wire=own_wire(),
         )
 
     def close(self) -> None:

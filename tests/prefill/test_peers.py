@@ -16,6 +16,7 @@ from runtime.errors import (
 )
 from runtime.pb import common_pb2
 from runtime.rpc import open_channel
+from runtime.version import WIRE
 from tests.prefill.fake_decode import CREDENTIALS, LAYOUT, SLOT_BYTES, FakeDecode, serve_decode
 
 GREETING = Greeting(
@@ -109,6 +110,19 @@ async def test_slots_of_another_size_are_a_layout_mismatch(
     decode.slot_bytes += 64
     with pytest.raises(LayoutMismatchError, match="metadata slots"):
         await claim(peers, decode, 1)
+
+
+@pytest.mark.parametrize("wire", [common_pb2.Wire(), common_pb2.Wire(number=WIRE + 1)])
+async def test_a_rank_that_speaks_something_else_is_not_written_to(
+    decode: FakeDecode, peers: PeerDirectory, wire: common_pb2.Wire
+) -> None:
+    decode.wire = wire
+    said = (
+        f"decode rank .* speaks wire {wire.number} .*, this process wire {WIRE} .*Fix: one version"
+    )
+    with pytest.raises(LayoutMismatchError, match=said):
+        await claim(peers, decode, 1)
+    assert peers.num_peers == 0
 
 
 async def test_another_transport_is_a_layout_mismatch(

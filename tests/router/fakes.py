@@ -39,6 +39,7 @@ from runtime.trace import trace_id
 from runtime.wire import (
     error_from_proto,
     error_to_proto,
+    own_wire,
     sampling_from_proto,
 )
 from tests.router.deltas import (
@@ -535,6 +536,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             prefill=self.identity,
             num_prefill_ranks=1,
             layout_fingerprint=self.layout,
+            wire=own_wire(),
         )
         with map_rpc_errors(f"decode {reservation.decode.instance}"):
             async with open_channel(reservation.decode_address, CREDENTIALS) as channel:

@@ -9,6 +9,7 @@ import grpc.aio
 from runtime.net import Credentials, Listen
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.rpc import bind_port, create_server
+from runtime.wire import own_wire
 
 RIGHT = Credentials.of_secret("right")
 
@@ -21,6 +22,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         self.renewals: list[registry_pb2.RenewRequest] = []
         self.refusal = registry_pb2.RegisterResponse()
         """Answered instead of a lease, if it has an error."""
+        self.wire = own_wire()
         self.silent = asyncio.Event()
         """Answers to registrations and renewals wait while this is not set."""
         self.silent.set()
@@ -37,7 +39,9 @@ class FakeRegistry(registry_pb2_grpc.RegistryServicer):
         lease_id = f"lease-{self.num_registrations}"
         self.leases[lease_id] = request
         await self.silent.wait()
-        return registry_pb2.RegisterResponse(lease_id=lease_id, lease_ttl_s=self.ttl_s)
+        return registry_pb2.RegisterResponse(
+            lease_id=lease_id, lease_ttl_s=self.ttl_s, wire=self.wire
+        )
 
     async def Renew(self, request, context):
         self.renewals.append(request)

@@ -14,9 +14,10 @@ import pytest
 from deploy.certificates import make_certificates
 from runtime import router_names
 from runtime.errors import ConfigError, InternalError, InvalidRequestError
-from runtime.pb import registry_pb2
+from runtime.pb import common_pb2, registry_pb2
 from runtime.registration import RegistryClient
 from runtime.router_names import RouterName, follow, parse_routers, resolve_host
+from runtime.version import WIRE
 from runtime.wire import error_to_proto
 from tests.runtime.fake_registry import RIGHT, FakeRegistry, serve
 from tests.waiting import until
@@ -97,6 +98,35 @@ async def test_a_worker_that_is_refused_at_its_start_ends(registry: FakeRegistry
     with pytest.raises(ConfigError, match="other"):
         await client.start()
     await client.close()
+
+
+@pytest.mark.parametrize("wire", [None, common_pb2.Wire(number=WIRE + 1, version="9.9")])
+async def test_a_worker_leaves_a_router_that_speaks_something_else(
+    registry: FakeRegistry, wire: common_pb2.Wire | None
+) -> None:
+    """One of before the numbers lets in whoever comes."""
+    registry.wire = wire
+    client = client_of(registry.port)
+    with pytest.raises(ConfigError) as raised:
+        await client.start()
+    number, version = (WIRE + 1, "9.9") if wire else (0, "of an unknown version")
+    assert f"speaks wire {number} (Tandem {version}), this process wire {WIRE}" in str(raised.value)
+    assert raised.value.fix.startswith("one version of Tandem on both")
+    assert not client.is_registered
+    assert registry.leases == {}, "it was given back"
+    await client.close()
+
+
+async def test_a_worker_whose_router_was_replaced_by_another_version_says_so(
+    registry: FakeRegistry, client: RegistryClient
+) -> None:
+    assert client.refusal == ""
+    ours, registry.wire = registry.wire, common_pb2.Wire(number=WIRE + 1)
+    registry.leases.clear()
+    await until(lambda: f"speaks wire {WIRE + 1}" in client.refusal)
+    registry.wire = ours
+    await until(lambda: client.is_registered)
+    assert client.refusal == ""
 
 
 async def test_a_bug_in_the_renewal_ends_the_worker(registry: FakeRegistry) -> None:

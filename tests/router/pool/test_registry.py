@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
+import aiohttp
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,12 +21,15 @@ from router.pool.members import (
     member_from_proto,
     member_to_proto,
 )
-from router.pool.registry import Registry, SupersededError
+from router.pool.registry import MAX_REFUSED, REFUSED_S, Registry, SupersededError
 from router.pool.registry_service import watch_forever
 from runtime.errors import ConfigError
-from runtime.pb import registry_pb2
+from runtime.pb import common_pb2, registry_pb2, registry_pb2_grpc
 from runtime.registration import RegistryClient
+from runtime.rpc import open_channel
 from runtime.tiers import TierTokens
+from runtime.version import WIRE
+from runtime.wire import own_wire
 from tests.router.conftest import StartRouter
 from tests.router.fakes import CREDENTIALS
 from tests.waiting import until
@@ -240,3 +245,54 @@ async def test_a_worker_of_another_model_is_told_so(start_router: StartRouter) -
     with pytest.raises(ConfigError, match="other"):
         await client.start()
     await client.close()
+
+
+@pytest.mark.parametrize("wire", [None, common_pb2.Wire(number=WIRE + 1, version="9.9")])
+async def test_a_worker_that_speaks_something_else_is_refused_and_told_of(
+    start_router: StartRouter, wire: common_pb2.Wire | None
+) -> None:
+    """By all processes of the router, whether or not the worker asks again."""
+    cluster = await start_router()
+    number, version = (WIRE + 1, "9.9") if wire else (0, "of an unknown version")
+    said = f"worker decode-0/0 speaks wire {number} (Tandem {version}), this process wire {WIRE} "
+    record = member_to_proto(member()).worker
+    async with open_channel(cluster.control, CREDENTIALS) as channel:
+        stub = registry_pb2_grpc.RegistryStub(channel)
+        request = registry_pb2.RegisterRequest(worker=record, wire=wire)
+        answer = await stub.Register(request)
+        assert answer.error.message.startswith(said)
+        assert answer.wire == own_wire()
+        assert not answer.lease_id
+        watch = stub.Watch(registry_pb2.WatchRequest())
+        snapshot = await watch.read()
+        watch.cancel()
+    assert snapshot.refused == [answer.error.message]
+    assert list(snapshot.members) == []
+    async with aiohttp.ClientSession(cluster.url) as http:
+        async with http.get("/ready") as response:
+            assert (await response.json())["missing"][-1] == answer.error.message
+        async with http.get("/status") as response:
+            assert (await response.json())["refused"] == [answer.error.message]
+
+
+def test_the_refused_are_remembered_until_they_join_or_for_ten_minutes() -> None:
+    now = 0.0
+    registry = Registry(["m"], TTL_S, lambda: now)
+    registry.note_refused("decode-0", 0, "wire 2")
+    registry.note_refused("decode-1", 0, "wire 3")
+    version = registry.version
+    registry.note_refused("decode-1", 0, "wire 3")
+    assert registry.version == version, "the same again is no news"
+    assert registry.refused() == ["wire 2", "wire 3"]
+    registry.register(member("decode-0"))
+    assert registry.refused() == ["wire 3"]
+    for index in range(MAX_REFUSED):
+        registry.note_refused("prefill-0", index, "wire 3")
+    assert len(registry.refused()) == MAX_REFUSED
+    for _ in range(math.ceil(REFUSED_S / registry.tick_interval_s)):
+        now += registry.tick_interval_s
+        registry.tick()
+    version = registry.version
+    registry.expire()
+    assert registry.refused() == []
+    assert registry.version > version, "it is told"
