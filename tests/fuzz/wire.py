@@ -399,7 +399,7 @@ TARGETS = {
     "call-frames": Target(
         run=call_frames,
         seeds=(parted(_message(greeting("s"))[:5], _message(greeting("s"))[5:] + bytes(4)),),
-        words=("tandem calls 1\n",),
+        words=("tandem wire 1\n",),
     ),
     "call-batches": Target(
         run=call_batches, seeds=(parted(_ABORT, _MORE), parted(_ABORT, _ABORT)), words=("Abort",)
