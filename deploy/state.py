@@ -51,6 +51,8 @@ class ProcessState:
     log_path: str = ""
     host: str = ""
     """Where it runs, and its log is; empty: the controller's machine."""
+    config_path: str = ""
+    """The configuration that it was started with, on the controller's machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import enum
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,9 @@ class EventKind(enum.StrEnum):
     JOINED = "joined"
     DRAINING = "draining"
     LEFT = "left"
+
+
+_OPERATIONS = frozenset({EventKind.SCALE, EventKind.DRAIN, EventKind.RESTART, EventKind.APPLY})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,3 +145,16 @@ def read_events(path: Path, most: int = MOST_EVENTS) -> list[Event]:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             events.append(Event.from_json(line))
     return events
+
+
+def interrupted(events: Iterable[Event]) -> list[Event]:
+    """The operations among ``events`` that began and did not end, oldest first."""
+    begun: dict[tuple[str, str], Event] = {}
+    for event in events:
+        if event.kind in _OPERATIONS:
+            begun[event.who, event.text] = event
+        elif event.kind in (EventKind.DONE, EventKind.FAILED):
+            for who, text in list(begun):
+                if event.who == who and event.text.startswith(f"{text}: "):
+                    del begun[who, text]
+    return list(begun.values())

@@ -32,9 +32,9 @@ def with_instances(config: ClusterConfig, role: Role, count: int) -> ClusterConf
     return dataclasses.replace(config, decode=decode)
 
 
-def keep_size(fleet: Fleet, role: Role) -> None:
-    """Note how many instances a role has now."""
-    config = with_instances(fleet.context.config, role, max(1, len(fleet.of_role(role))))
+def keep_size(fleet: Fleet, role: Role, count: int) -> None:
+    """Note how many instances a role has, or is to have."""
+    config = with_instances(fleet.context.config, role, max(1, count))
     fleet.context = dataclasses.replace(fleet.context, config=config)
     _write(fleet.context.config_path, config)
     _write(_folder(fleet) / MAIN_FILE, config)
@@ -50,6 +50,7 @@ def adopt(fleet: Fleet, config: ClusterConfig) -> None:
             former = folder / f"config-{number + 1}.toml"
             _write(former, instance.context.config)
             instance.context = dataclasses.replace(instance.context, config_path=former)
+    fleet.publish()
     path = folder / f"config-{number + 2}.toml"
     _write(path, config)
     _write(main, config)
