@@ -5,6 +5,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PIP_ARGS ?=
 CONFIG ?=
+# What `make fuzz` fuzzes, and for how long in all.
+TARGET ?= all
+SECONDS ?= 3600
 # Whether `make locks` moves to the newest versions.
 UPGRADE ?=
 # Test processes at once; tests of clusters wait more than they compute.
@@ -23,6 +26,8 @@ KERNELS := .venv-kernels
 CLIENTS := .venv-clients
 # Apart as well: pip-audit.
 SCAN := .venv-scan
+# Apart, too: what runs, instrumented.
+FUZZ := .venv-fuzz
 # Has pip and uv, and makes and fills the others.
 UV := .venv-uv
 RUNS := $(KERNELS)/runs
@@ -32,8 +37,8 @@ INSTALL = $(UV)/bin/python -m scripts.install
 
 .DEFAULT_GOAL := help
 .PHONY: help up down test nightly nightly-test images-test mutants kernels-check quick check lint types imports \
-	budgets proto proto-check api-docs api-docs-check chart-files format properties soak gpu-test \
-	clients-test locks locks-check sbom scan image-digests install install-dev clean
+	budgets model proto proto-check api-docs api-docs-check chart-files format properties soak gpu-test \
+	clients-test fuzz locks locks-check sbom scan image-digests install install-dev clean
 
 help:
 	@echo "make up         set up and start the default cluster (CONFIG=file.toml for another)"
@@ -44,8 +49,10 @@ help:
 	@echo "make mutants    remove ten guards, one at a time: the tests must fail each time"
 	@echo "make quick      run the quick tests of what a change touches"
 	@echo "make clients-test  run litellm, lm-eval, guidellm and aiperf against a cluster"
+	@echo "make fuzz       fuzz the parsers (TARGET=a name, SECONDS=3600 of all of them together)"
 	@echo "make kernels-check  run the Triton kernels on this CPU, in Triton's interpreter"
 	@echo "make check      lint, types, import direction, size budgets, what is generated"
+	@echo "make model      search the model of the hand-over with spin (docs/model)"
 	@echo "make format     rewrite the code in the common style"
 	@echo "make proto      generate runtime/pb from proto/"
 	@echo "make api-docs   write the endpoints and fields of docs/use/api.md"
@@ -57,7 +64,7 @@ help:
 	@echo "make sbom       write bills of materials (CycloneDX) of what runs into build/sbom"
 	@echo "make scan       look the locks up in PyPI's database of known vulnerabilities (needs pypi.org)"
 	@echo "make image-digests  write the digests of the images' bases into the Dockerfiles"
-	@echo "make clean      remove .venv, .venv-kernels, .venv-clients, .venv-scan, .venv-uv, .prometheus-3 and caches"
+	@echo "make clean      remove .venv, .venv-kernels, .venv-clients, .venv-scan, .venv-fuzz, .venv-uv, .prometheus-3 and caches"
 
 up: install
 	$(BIN)/tandem up $(CONFIG)
@@ -104,6 +111,10 @@ gpu-test: install-dev
 clients-test: install-dev $(CLIENTS)/.installed
 	TANDEM_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest -q -m clients tests/clients
 
+# By coverage; tests/fuzz keeps what is found, and any crash.
+fuzz: $(FUZZ)/.installed
+	$(FUZZ)/bin/python -m tests.fuzz $(TARGET) $(SECONDS)
+
 # In the interpreter; then what needs Triton's compiler and no GPU, and whether every kernel was run.
 kernels-check: $(KERNELS)/.installed
 	rm -rf $(RUNS)
@@ -128,6 +139,9 @@ imports: install-dev
 
 budgets: install-dev
 	$(BIN)/python -m pytest -q tests/test_budgets.py
+
+model: install-dev
+	$(BIN)/python scripts/model.py
 
 format: install-dev
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -209,6 +223,11 @@ $(SCAN)/.installed: requirements/scan.txt | $(UV)/.installed
 	@$(INSTALL) $(SCAN) requirements/scan.txt --cuda $(PIP_ARGS)
 	@touch $@
 
+$(FUZZ)/.installed: requirements/fuzz.txt | $(UV)/.installed
+	@echo "installing Atheris and what it fuzzes into $(FUZZ)"
+	@$(INSTALL) $(FUZZ) requirements/fuzz.txt $(PIP_ARGS)
+	@touch $@
+
 $(VENV)/.installed: pyproject.toml requirements/runtime.txt | $(UV)/.installed
 	@echo "installing dependencies into $(VENV) (a minute or more the first time)"
 	@$(INSTALL) $(VENV) requirements/runtime.txt --editable . $(PIP_ARGS)
@@ -220,6 +239,6 @@ $(VENV)/.installed-dev: pyproject.toml requirements/dev.txt | $(UV)/.installed
 	@touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) $(KERNELS) $(CLIENTS) $(SCAN) $(UV) .prometheus-3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) $(KERNELS) $(CLIENTS) $(SCAN) $(FUZZ) $(UV) .prometheus-3 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from decode.live import copy_of
 from decode.loop import EngineLoop
 from decode.rank import DecodeRank
 from decode.requests import Claim, ClaimUpdate, DecodeRequest, RejectedUpdate, TicketUpdate, Writer
@@ -74,7 +73,7 @@ class RankBridge:
             self._send(lambda: self._rank.unclaim(claim))
             raise
         if isinstance(update, RejectedUpdate):
-            raise copy_of(update.error, update.error.request_id)
+            raise update.error.of(update.error.request_id)
         return update
 
     async def renew(self, nonces: Sequence[int], writer_key: str) -> list[int]:

@@ -111,12 +111,12 @@ class LiveRequests:
     def give_back(self, error: TandemError) -> None:
         """End what has no KV here, and no ticket either: the router takes it elsewhere."""
         for request in self._reservations.requests:
-            self.end(request, FinishReason.ERROR, copy_of(error, request.request_id))
+            self.end(request, FinishReason.ERROR, error.of(request.request_id))
 
-    def fail_all(self, error: TandemError) -> None:
-        """End every request with an error like this one: the rank cannot go on."""
+    def fail_all(self, failure_of: Callable[[DecodeRequest], TandemError]) -> None:
+        """End every request, each with an error of its own: the rank cannot go on."""
         for request in list(self._requests.values()):
-            self.end(request, FinishReason.ERROR, copy_of(error, request.request_id))
+            self.end(request, FinishReason.ERROR, failure_of(request))
 
     def expire(self, now: float) -> None:
         """End every request that is late."""
@@ -182,8 +182,3 @@ class LiveRequests:
         self._reservations.wake()
         self._metrics.finished(reason)
         self._on_forgotten(request, reason)
-
-
-def copy_of(error: TandemError, request_id: str) -> TandemError:
-    """The same failure, of this request."""
-    return type(error)(error.message, request_id=request_id)

@@ -179,5 +179,7 @@ class DecodeSteps:
 
     def end(self, error: TandemError | None) -> None:
         """Answer everybody."""
-        self._rank.live.fail_all(failure_of_requests(self._name, error))
+        self._rank.live.fail_all(
+            lambda one: failure_of_requests(self._name, error, in_step=one.request.is_in_step)
+        )
         self.tell()

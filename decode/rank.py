@@ -15,7 +15,7 @@ from decode.answers import tell_tokens
 from decode.frames import StepNews
 from decode.guard import before_changes
 from decode.hand_over import HandOver
-from decode.live import LiveRequests, WriterOrder, copy_of
+from decode.live import LiveRequests, WriterOrder
 from decode.metrics import DecodeMetrics
 from decode.requests import Claim, DecodeRequest
 from decode.reservations import RankLimits, Reservations
@@ -93,7 +93,7 @@ class DecodeRank:
             self.live.add(request)
         self._reservations.add(request)
         if self._drain is not None:
-            self.live.end(request, FinishReason.ERROR, copy_of(self._drain[1], request.request_id))
+            self.live.end(request, FinishReason.ERROR, self._drain[1].of(request.request_id))
 
     def claim(self, claim: Claim) -> None:
         """A writer asks for a ticket, and is told it as soon as there are blocks.
@@ -113,7 +113,7 @@ class DecodeRank:
             request.request.matcher = making.result()
         elif self.live.find(request.request_id, request.nonce) is request:
             failure = error if isinstance(error, TandemError) else InternalError(repr(error))
-            self.live.end(request, FinishReason.ERROR, copy_of(failure, request.request_id))
+            self.live.end(request, FinishReason.ERROR, failure.of(request.request_id))
 
     def unclaim(self, claim: Claim) -> None:
         """The call was cancelled, and may not have been answered."""
@@ -163,8 +163,8 @@ class DecodeRank:
         if now >= self._next_expiry:
             self._next_expiry = now + EXPIRY_INTERVAL_S
             self.live.expire(now)
-            if self._drain is not None and now >= self._drain[0]:
-                self.live.fail_all(self._drain[1])
+            if (drain := self._drain) is not None and now >= drain[0]:
+                self.live.fail_all(lambda one: drain[1].of(one.request_id))
         self._admit()
         if self._scheduler.must_wait:
             assert complete_launched is not None

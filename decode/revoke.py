@@ -26,6 +26,7 @@ from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
 from runtime.net import Credentials
 from runtime.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.roles import Role
 from runtime.rpc import map_rpc_errors, open_channel
 from runtime.wire import identity
 
@@ -79,7 +80,9 @@ class RevokeCalls:
         """See `CallRevoke`."""
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address, self._credentials)
+            channel = self._channels[address] = open_channel(
+                address, self._credentials, Role.PREFILL
+            )
         self._channels.move_to_end(address)
         if len(self._channels) > MAX_CHANNELS:
             _, oldest = self._channels.popitem(last=False)

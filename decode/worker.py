@@ -223,7 +223,7 @@ class DecodeDriver:
         )
         decode_pb2_grpc.add_DecodeServicer_to_server(self._service, server)
         reserve = CarriedMethod(decode_pb2.ReserveRequest.FromString, self._service.Reserve)
-        calls.carry(Reserve=reserve)
+        calls.carry("Decode", Reserve=reserve)
         cache = CacheService(identity, self._cache, self._worker_load)
         cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
         add_experts(server, identity, self._options, self._experts)

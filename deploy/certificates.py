@@ -26,6 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 from runtime.net import TlsFiles, is_wildcard
+from runtime.roles import URI, Role
 
 _LIFE = datetime.timedelta(days=3650)
 """Longer than a run: it would end in the middle of service."""
@@ -79,14 +80,25 @@ class Authority:
         return self._cert.public_bytes(serialization.Encoding.PEM).decode()
 
     def sign(
-        self, request: str, addresses: tuple[str, ...], *, life: datetime.timedelta | None = None
+        self,
+        request: str,
+        addresses: tuple[str, ...],
+        *,
+        life: datetime.timedelta | None = None,
+        roles: tuple[Role, ...] = (),
     ) -> str:
-        """The certificate of a ``KeyRequest``, for ``addresses`` and the names that it asks for."""
+        """The certificate of a ``KeyRequest``, for ``addresses`` and the names that it asks for.
+
+        It is good for processes of ``roles``; of all where there are none. No request asks for one.
+        """
         asked = x509.load_pem_x509_csr(request.encode())
         names = tuple(dict.fromkeys((*addresses, *_names_of(asked))))
         public = asked.public_key()
         assert isinstance(public, ec.EllipticCurvePublicKey)
-        signed = _signed("tandem", public, self._cert, self._key, addresses=names, life=life)
+        uris = tuple(f"{URI}{role}" for role in roles)
+        signed = _signed(
+            *("tandem", public, self._cert, self._key), addresses=names, uris=uris, life=life
+        )
         return signed.public_bytes(serialization.Encoding.PEM).decode()
 
 
@@ -129,7 +141,10 @@ def with_certificates(
     """``config`` with files made in ``folder`` where it asks for "auto", else as it is."""
     if config.tls.mode != "auto":
         return config
-    made = make_certificates(folder, (*addresses_of(config), *own_names()), authority)
+    # On one machine all processes read these files; on several each has a certificate of its own.
+    roles = (Role.CONTROLLER,) if config.cluster.spans_hosts else ()
+    names = (*addresses_of(config), *own_names())
+    made = make_certificates(folder, names, authority, roles=roles)
     tls = dataclasses.replace(config.tls, mode="files", cert=made.cert, key=made.key, ca=made.ca)
     return dataclasses.replace(config, tls=tls)
 
@@ -152,18 +167,20 @@ def make_certificates(
     authority: Authority | None = None,
     *,
     days: int | None = None,
+    roles: tuple[Role, ...] = (),
 ) -> TlsFiles:
     """Write ``cert.pem``, ``key.pem`` and ``ca.pem`` below ``folder``.
 
-    The certificate serves both ends of a connection at all of ``addresses``, for so many ``days``
-    or longer than any run. Without ``authority`` there is one for it alone, which is forgotten.
+    The certificate serves both ends of a connection at all of ``addresses``, for processes of
+    ``roles`` (none: of all), for so many ``days`` or longer than any run. Without ``authority``
+    there is one for it alone, which is forgotten.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     authority = authority or Authority.make()
     made = KeyRequest.make()
     life = None if days is None else datetime.timedelta(days=days)
     contents = {
-        "cert": authority.sign(made.request, addresses, life=life),
+        "cert": authority.sign(made.request, addresses, life=life, roles=roles),
         "key": made.key,
         "ca": authority.pem,
     }
@@ -231,6 +248,7 @@ def _signed(
     issuer_key: ec.EllipticCurvePrivateKey,
     *,
     addresses: tuple[str, ...] = (),
+    uris: tuple[str, ...] = (),
     life: datetime.timedelta | None = None,
 ) -> x509.Certificate:
     """A certificate for ``addresses``; an authority's own where there is no ``issuer``."""
@@ -256,7 +274,12 @@ def _signed(
             builder.add_extension(parent, critical=False)
             .add_extension(x509.ExtendedKeyUsage(ends), critical=False)
             .add_extension(
-                x509.SubjectAlternativeName([_general_name(one) for one in addresses]),
+                x509.SubjectAlternativeName(
+                    [
+                        *map(_general_name, addresses),
+                        *map(x509.UniformResourceIdentifier, uris),
+                    ]
+                ),
                 critical=False,
             )
         )

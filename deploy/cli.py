@@ -31,6 +31,7 @@ from deploy.commands import (
     restart,
     router,
     scale,
+    secret,
     status,
     up,
     validate,
@@ -66,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     running = (status, logs, events, ranks, generate, chat, scale, drain, restart, apply, down)
     before = (download, validate, keys, doctor, model, experts, bench)
-    by_hand = (worker, router, certificates)
+    by_hand = (worker, router, certificates, secret)
     for group in (up, *running, *before, *by_hand, completion):
         group.add_parser(commands)
     return parser

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import http.client
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,8 @@ from deploy.pool_watch import PoolMember, PoolMembers, fetch_members
 from deploy.state import ClusterState, Phase, ProcessState
 from deploy.sweep import memory_of
 from runtime.net import Credentials
+from runtime.parsing import parse_json
+from runtime.roles import Role as Callee
 
 _TIMEOUT_S = 2.0
 _MAX_EXACT = 16
@@ -286,12 +287,12 @@ def _fetch_status(endpoint: str, credentials: Credentials) -> Mapping[str, Any]:
     connection = connect_http(endpoint, credentials.client_ssl_context(), timeout_s=_TIMEOUT_S)
     try:
         # Whoever has the secret is the cluster, also where the router asks for keys.
-        headers = {"Authorization": f"Bearer {credentials.secret}"}
+        headers = {"Authorization": f"Bearer {credentials.shown_to(Callee.ROUTER)}"}
         connection.request("GET", "/status", headers=headers)
         response = connection.getresponse()
         body = response.read()
-        return dict(json.loads(body)) if response.status == 200 else {}
-    except (OSError, http.client.HTTPException, ValueError):
+        return dict(parse_json(body)) if response.status == 200 else {}
+    except (OSError, http.client.HTTPException, ValueError, TypeError):
         return {}
     finally:
         connection.close()

@@ -30,6 +30,7 @@ from deploy.hub import (
     list_files,
 )
 from runtime.hub_model import HubModel
+from runtime.parsing import parse_json
 
 _NEEDED = ("*.json", "*.jinja", "tokenizer.model", "tiktoken.model", "merges.txt", "vocab.txt")
 _TEMPLATES = "additional_chat_templates/*.jinja"
@@ -303,7 +304,7 @@ def _seems_whole(folder: Path, weights: bool) -> bool:
     index = folder / _INDEX
     if not index.is_file():
         return any(folder.glob(_WEIGHTS))
-    with contextlib.suppress(ValueError, AttributeError):
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
+        named = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         return all((folder / name).is_file() for name in named)
     return False

@@ -142,9 +142,10 @@ class _Drain:
 
     async def follow(self, rank: RankToDrain, num_ranks: int) -> None:
         # Imported late: the command line must answer without gRPC.
+        from runtime.roles import Role as Callee
         from runtime.rpc import open_channel
 
-        channel = open_channel(rank.address, self.credentials)
+        channel = open_channel(rank.address, self.credentials, Callee(rank.role))
         stub = _stub_of(rank.role, channel)
         try:
             while True:

@@ -14,6 +14,7 @@ from router.errors import RecordingError
 from router.pool import expert_recording
 from router.pool.expert_recording import Rank, Recorded, Wanted
 from runtime.net import Credentials
+from runtime.roles import Role as Callee
 
 
 def instances_to_record(
@@ -27,7 +28,8 @@ def instances_to_record(
     found: dict[str, list[Rank]] = defaultdict(list)
     for (name, number), member in sorted(members.items()):
         if member.role is role and instance in ("", name):
-            found[name].append(Rank(instance=name, number=number, address=member.address))
+            rank = Rank(instance=name, number=number, address=member.address, role=Callee(role))
+            found[name].append(rank)
     if not found:
         names = sorted({name for (name, _), member in members.items() if member.role is role})
         there = ", ".join(names) or "none"

@@ -16,6 +16,7 @@ from deploy.sweep import clean_up
 from runtime.config import ClusterConfig
 from runtime.config_file import load_config
 from runtime.errors import ConfigError
+from runtime.roles import derived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ def settings_of(former: FormerRun) -> RaySettings:
     cluster = former.config.cluster
     return RaySettings(
         run_id=former.state.run_id,
-        secret=former.secret,
+        token=derived(former.secret, "ray"),
         address=former.state.ray_address if cluster.spans_hosts else cluster.ray_address,
         head="" if cluster.spans_hosts else former.state.ray_address,
         outlives_us=True,

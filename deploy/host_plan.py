@@ -22,6 +22,7 @@ from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config_file import secret_variables
 from runtime.errors import ConfigError
 from runtime.net import Credentials, Listen, is_loopback, join_address
+from runtime.roles import Role as Callee
 from runtime.router_names import parse_routers
 
 METRICS_OFFSET = 100
@@ -166,7 +167,7 @@ def plan_ranks(
     devices = _devices(len(ranks), place) if section.device == "cuda" else ()
     threads = str(section.num_threads)
     common = {
-        **secret_variables(credentials),
+        **secret_variables(credentials.of_role(Callee(place.role))),
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
         "PYTHONUNBUFFERED": "1",
     }

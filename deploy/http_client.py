@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import http.client
-import json
 import ssl
 from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.errors import ClusterError
 from runtime.net import Credentials
+from runtime.parsing import parse_json
+from runtime.roles import Role
 
 
 def connect_http(
@@ -35,12 +36,12 @@ def fetch_json(endpoint: str, path: str, credentials: Credentials, *, timeout_s:
     connection = connect_http(endpoint, credentials.client_ssl_context(), timeout_s=timeout_s)
     try:
         # Whoever has the secret is the cluster, also where the router asks for keys.
-        headers = {"Authorization": f"Bearer {credentials.secret}"}
+        headers = {"Authorization": f"Bearer {credentials.shown_to(Role.ROUTER)}"}
         connection.request("GET", path, headers=headers)
         response = connection.getresponse()
         body = response.read()
         if response.status == 200:
-            return json.loads(body)
+            return parse_json(body)
         problem = f"it answered {response.status}"
     except (OSError, http.client.HTTPException, ValueError) as error:
         problem = str(error) or type(error).__name__

@@ -8,17 +8,20 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from deploy.errors import ClusterError
 from deploy.http_client import connect_http
+from runtime.parsing import parse_json
 
 _TIMEOUT_S = 600.0
 _DATA = b"data: "
+
+NewsT = TypeVar("NewsT")
 
 
 class ChatText(NamedTuple):
@@ -46,12 +49,14 @@ class Server:
             ClusterError: no answer, or nothing is served yet.
         """
         with self._call("/models") as response:
-            models = json.load(response)["data"]
+            models = _understood(
+                response.read(), lambda answer: [str(model["id"]) for model in answer["data"]]
+            )
         if not models:
             raise ClusterError(
                 "no model is served yet. Fix: wait for its workers (`tandem status`)"
             )
-        return str(models[0]["id"])
+        return models[0]
 
     def stream_completion(self, body: Mapping[str, object]) -> Iterator[str]:
         """The texts of a streamed ``POST completions``, as they come; "" once it is accepted.
@@ -59,27 +64,38 @@ class Server:
         Raises:
             ClusterError: the server cannot be reached, refuses the request, or fails meanwhile.
         """
-        for choice in self._choices("/completions", body):
-            yield choice["text"] if choice else ""
+        yield from self._news("/completions", body, "", lambda choice: _text(choice["text"]))
 
     def stream_chat(self, body: Mapping[str, object]) -> Iterator[ChatText]:
         """The texts of a streamed ``POST chat/completions``; as ``stream_completion``."""
-        for choice in self._choices("/chat/completions", body):
-            delta = choice["delta"] if choice else {}
-            reasoning = delta.get("reasoning") or delta.get("reasoning_content") or ""
-            yield ChatText(delta.get("content") or "", reasoning)
 
-    def _choices(self, path: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
-        """Each choice of the stream's chunks; an empty one first, when the server has accepted."""
+        def news(choice: Mapping[str, Any]) -> ChatText:
+            delta = choice["delta"]
+            reasoning = delta.get("reasoning") or delta.get("reasoning_content")
+            return ChatText(_text(delta.get("content") or ""), _text(reasoning or ""))
+
+        yield from self._news("/chat/completions", body, ChatText("", ""), news)
+
+    def _news(
+        self,
+        path: str,
+        body: Mapping[str, object],
+        accepted: NewsT,
+        read: Callable[[Mapping[str, Any]], NewsT],
+    ) -> Iterator[NewsT]:
+        """What ``read`` makes of each choice; ``accepted`` first, when the server has done so."""
+
+        def of_chunk(chunk: Mapping[str, Any]) -> list[NewsT]:
+            if "error" in chunk:
+                raise ClusterError(_error_text(chunk))
+            return [read(choice) for choice in chunk["choices"]]
+
         with self._call(path, json.dumps({**body, "stream": True}).encode()) as response:
-            yield {}
+            yield accepted
             for data in _events(response):
                 if data == b"[DONE]":
                     return
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise ClusterError(_error_text(chunk))
-                yield from chunk["choices"]
+                yield from _understood(data, of_chunk)
         raise ClusterError(f"{self.endpoint} ended the stream before the answer was over")
 
     @contextmanager
@@ -136,10 +152,24 @@ def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:
 def _refusal(response: http.client.HTTPResponse) -> str:
     text = response.read().decode(errors="replace")
     try:
-        return _error_text(json.loads(text))
+        return _error_text(parse_json(text))
     except (ValueError, KeyError, TypeError):
         return f"HTTP {response.status}: {text[:500]}"
 
 
-def _error_text(answer: dict[str, Any]) -> str:
+def _understood(data: bytes, read: Callable[[Any], NewsT]) -> NewsT:
+    """What ``read`` makes of JSON that another server sent."""
+    try:
+        return read(parse_json(data))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ClusterError(f"no answer of this API: {data[:80]!r} ({error!r})") from error
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _error_text(answer: Mapping[str, Any]) -> str:
     return str(answer["error"]["message"])

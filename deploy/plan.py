@@ -19,6 +19,7 @@ from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config.cluster import LOCAL_RAY
 from runtime.config_file import dump_config, secret_variables
 from runtime.net import Credentials, join_address
+from runtime.roles import Role as Callee
 
 if TYPE_CHECKING:
     from deploy.certificates import Authority
@@ -222,11 +223,11 @@ def _process_spec(
         default_env=dict.fromkeys(_INTERFACE_VARIABLES, interface) if interface else {},
         log_path=str(log_path(plan, rank, context, place)),
         folder=str(folder or ""),
-        files={} if folder is None else _host_files(folder, context, place),
+        files={} if folder is None else _host_files(folder, context, place, Callee(plan.role)),
     )
 
 
-def _host_files(folder: Path, context: RunContext, place: Place) -> dict[str, str]:
+def _host_files(folder: Path, context: RunContext, place: Place, role: Callee) -> dict[str, str]:
     """The configuration as processes of that host read it, and what it names."""
     config = context.config
     cluster = dataclasses.replace(
@@ -236,7 +237,7 @@ def _host_files(folder: Path, context: RunContext, place: Place) -> dict[str, st
         network="",
         ray_address=LOCAL_RAY,
     )
-    pem = _tls_pem_of(dataclasses.replace(config, cluster=cluster), context, place)
+    pem = _tls_pem_of(dataclasses.replace(config, cluster=cluster), context, place, role)
     paths: dict[str, Any] = {name: str(folder / f"{name}.pem") for name in _TLS_NAMES if pem}
     tls = dataclasses.replace(config.tls, **paths)
     config = dataclasses.replace(config, cluster=cluster, tls=tls)
@@ -244,7 +245,9 @@ def _host_files(folder: Path, context: RunContext, place: Place) -> dict[str, st
     return {_CONFIG_NAME: dump_config(config), **texts}
 
 
-def _tls_pem_of(config: ClusterConfig, context: RunContext, place: Place) -> Mapping[str, str]:
+def _tls_pem_of(
+    config: ClusterConfig, context: RunContext, place: Place, role: Callee
+) -> Mapping[str, str]:
     """What a process with ``config`` is sent of its certificate; not a key that it has made."""
     if context.authority is None:
         return context.tls_pem
@@ -252,7 +255,8 @@ def _tls_pem_of(config: ClusterConfig, context: RunContext, place: Place) -> Map
     from deploy.certificates import addresses_of
 
     authority = context.authority
-    return {"cert": authority.sign(place.request, addresses_of(config)), "ca": authority.pem}
+    cert = authority.sign(place.request, addresses_of(config), roles=(role,))
+    return {"cert": cert, "ca": authority.pem}
 
 
 def _file_name(plan: InstancePlan, rank: int) -> str:
@@ -287,7 +291,7 @@ def _environment(plan: InstancePlan, context: RunContext, place: Place) -> dict[
     keys = {KEYS_VARIABLE: context.api_keys} if context.api_keys else {}
     return {
         **(keys if plan.role is Role.ROUTER else {}),
-        **secret_variables(context.credentials),
+        **secret_variables(context.credentials.of_role(Callee(plan.role))),
         RUN_ID_VARIABLE: context.run_id,
         "LOCAL_RANK": str(place.local_rank),
         "OMP_NUM_THREADS": threads,

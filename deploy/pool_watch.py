@@ -85,9 +85,10 @@ class PoolWatch:
         # Imported late: gRPC must not be loaded yet when Ray starts its daemons.
         from runtime.errors import TandemError
         from runtime.pb import registry_pb2, registry_pb2_grpc
+        from runtime.roles import Role as Callee
         from runtime.rpc import map_rpc_errors, open_channel
 
-        channel = open_channel(address, self.credentials)
+        channel = open_channel(address, self.credentials, Callee.ROUTER)
         try:
             with map_rpc_errors(f"registry {address}"):
                 stub = registry_pb2_grpc.RegistryStub(channel)

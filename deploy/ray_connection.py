@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,8 +39,8 @@ class RaySettings:
     """Which Ray, and for what."""
 
     run_id: str
-    secret: str = field(repr=False)
-    """The token of a Ray of our own."""
+    token: str = field(repr=False)
+    """Of a Ray of our own."""
     address: str = LOCAL_RAY
     """See ``cluster.ray_address``."""
     num_slots: int = 1
@@ -90,6 +91,7 @@ def open_ray(settings: RaySettings, tell: Callable[[str], None] = lambda _: None
         _set_environment(settings)
     else:
         _check_there(settings)
+        _send_a_token_that_is_here()
     import ray
 
     _speak_where_we_do()
@@ -120,7 +122,7 @@ def _set_environment(settings: RaySettings) -> None:
         {
             RUN_ID_VARIABLE: settings.run_id,
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": settings.secret,
+            "RAY_AUTH_TOKEN": settings.token,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -128,6 +130,16 @@ def _set_environment(settings: RaySettings) -> None:
             "RAY_worker_niceness": "0",
         }
     )
+
+
+def _send_a_token_that_is_here() -> None:
+    """Have Ray send the token that `ray start` found here: an address alone does not say so to it.
+
+    A Ray that was started without one takes a token as well. Ray's environment goes first.
+    """
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if os.environ.get("RAY_AUTH_TOKEN") or file.is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _check_there(settings: RaySettings) -> None:

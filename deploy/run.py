@@ -45,6 +45,8 @@ from runtime.config_file import SECRET_VARIABLE, cluster_credentials, dump_confi
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 from runtime.net import Credentials
+from runtime.roles import Role as Callee
+from runtime.roles import derived
 
 logger = get_logger(__name__)
 
@@ -238,7 +240,7 @@ class _Run:
         plans = plan_instances(self._context.config)
         return RaySettings(
             run_id=self._context.run_id,
-            secret=self._context.credentials.secret,
+            token=derived(self._context.credentials.secret, "ray"),
             address=self._context.config.cluster.ray_address,
             num_slots=sum(plan.num_ranks for plan in plans) + _SPARE_SLOTS,
             num_devices=count_devices(),
@@ -299,7 +301,7 @@ def _credentials_of(config: ClusterConfig, former: FormerRun | None) -> Credenti
     if not config.cluster.secret and not os.environ.get(SECRET_VARIABLE):
         cluster = dataclasses.replace(config.cluster, secret=secrets.token_hex(32))
         config = dataclasses.replace(config, cluster=cluster)
-    return cluster_credentials(config)
+    return cluster_credentials(config, Callee.CONTROLLER)
 
 
 def _planned_processes(config: ClusterConfig) -> Iterator[ProcessState]:

@@ -81,6 +81,11 @@ class Request:
         return max(self.num_tokens - self.num_computed_tokens - self.num_launched_tokens, 0)
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether a step was launched with it whose results nobody has read."""
+        return self.num_launched_tokens > 0
+
+    @property
     def num_unread_tokens(self) -> int:
         """Output that launched steps sample and nobody has read: its last one has no KV yet."""
         if not self.num_launched_tokens:
@@ -98,7 +103,8 @@ class Request:
         """Why a step that was to sample a token for it found none."""
         if self.matcher is not None and self.matcher.error is not None:
             return self.matcher.error
-        return InternalError("the model's logits are not finite")
+        # Its own numbers, or those of a device that is going.
+        return InternalError("the model's logits are not finite", suspect=True)
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Return tokens [start, end) of prompt followed by output."""

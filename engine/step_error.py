@@ -1,8 +1,9 @@
 """A step that failed alone: its rank and its device are as they were, and other steps follow.
 
 Whoever runs a step says where it may fail so (`may_fail`). What leaves the device or the group in
-doubt is never called that, and ends the rank: an error of the device, a lost peer, and anything
-between two collectives, where the other ranks wait for this one in the middle of the same step.
+doubt is never called that, and ends the rank (`reason_of_end`): an error of the device, a lost
+peer, and anything between two collectives, where the other ranks wait for this one in the middle of
+the same step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch.distributed import DistError
 
 from engine.parallel.lost_peer import as_lost_peer
-from runtime.errors import InternalError, TandemError
+from runtime.errors import DeviceError, InternalError, PeerLostError, TandemError
 
 _OF_DEVICES = ("CUDA error", "CUDA driver error", "[CUDA]", "CUBLAS_STATUS", "NCCL", "cuDNN error")
 """An error of a device stays: every later call on it fails too, or computes nobody knows what."""
@@ -41,8 +42,9 @@ class StepError(InternalError):
         return self.has_joined or self.request_id in ("", request_id)
 
     def answer(self, request_id: str) -> InternalError:
-        """What this request is told."""
-        return InternalError(f"its step failed: {self.message}", request_id=request_id)
+        """What this request is told: it may be why, unless it is known to be."""
+        text = f"its step failed: {self.message}"
+        return InternalError(text, request_id=request_id, suspect=self.request_id != request_id)
 
 
 @contextmanager
@@ -91,3 +93,18 @@ def leaves_doubt(error: Exception) -> bool:
     if isinstance(error, (DistError, torch.AcceleratorError)) or as_lost_peer(error) is not None:
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_DEVICES)
+
+
+def reason_of_end(error: BaseException, *, in_group: bool) -> TandemError:
+    """Return why an engine loop ends, from what was raised in it.
+
+    Args:
+        error: of a step, of the meeting before it, or of anything between two steps.
+        in_group: the rank's steps wait for other ranks.
+    """
+    lost = as_lost_peer(error) if in_group or isinstance(error, PeerLostError) else None
+    if lost is not None:
+        return lost
+    is_of_device = isinstance(error, Exception) and leaves_doubt(error)
+    kind = DeviceError if is_of_device else InternalError
+    return kind(f"{type(error).__name__}: {error}")

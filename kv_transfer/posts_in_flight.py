@@ -11,7 +11,10 @@ from kv_transfer.metadata import encode_slot_notices
 from kv_transfer.peer_link import PeerLink
 from kv_transfer.post_builder import PostDraft, PostShare
 from kv_transfer.transport import TransferHandle, TransferState, Transport
-from runtime.errors import InternalError
+from runtime.errors import InternalError, TandemError
+from runtime.logging import get_logger
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +61,21 @@ class PostsInFlight:
         now = time.monotonic()
         posts, self._posts = self._posts, []
         for post in posts:
+            # Asked first: what is pending behind the end of its connection was lost track of.
+            is_closed = post.link.is_closed
             state = self._transport.poll(post.handle)
+            error: TandemError | None = None
             if state is TransferState.PENDING:
-                self._posts.append(post)
-                continue
-            error = None
-            if state is TransferState.FAILED:
-                error = self._transport.error(post.handle) or InternalError("post failed")
-            self._transport.release(post.handle)
+                if not is_closed:
+                    self._posts.append(post)
+                    continue
+                peer = post.link.endpoint.peer
+                error = InternalError(f"a post to {peer} has outlived its connection")
+                _log.error("%s: its bytes are not read any more", error.message)
+            else:
+                if state is TransferState.FAILED:
+                    error = self._transport.error(post.handle) or InternalError("post failed")
+                self._transport.release(post.handle)
             self.num_bytes -= post.handle.num_bytes
             post.link.settled(post.handle.num_bytes, now)
             for share in post.shares:

@@ -213,25 +213,32 @@ class LiveRuns:
             await self._is_empty.wait()
             await self._closer.flush()
 
+    def note_undrained(self, nonce: int) -> None:
+        """Our sender has closed the ticket, and a write of it may still be on its way."""
+        run = self._runs.get(nonce)
+        if run is not None:
+            run.undrained = True
+
     def close_left(self, rank: int, error: TandemError) -> None:
         """After the engine loop's end: close one rank's part of what is left.
 
-        Only for a rank whose sender is closed, so that nothing of it can be in flight. A ticket
-        that the engine loop was never given is closed for all ranks.
+        Only for a rank whose sender is closed, so that it posts nothing more; what it could not
+        complete it has told `note_undrained`. A ticket that the engine loop was never given is
+        closed for all ranks.
         """
         self._is_over = True
         for run in list(self._runs.values()):
             run.error = run.error or error
             if self._claims.is_granted(run.nonce) and not run.is_closed:
-                run.undrained |= self._num_ranks > 1  # nobody can speak for the other ranks
                 self._add_unwritten(run, [rank])
                 self._close(run)
+                run.undrained |= self._num_ranks > 1  # nobody can speak for the other ranks
             self._finish(run)
 
     def _end(self, event: LoopEnded) -> None:
         # Those, too, that were handed over before the end and that the loop had not come to.
         for run in self._runs.values():
-            self._answer(run, event.failure)
+            self._answer(run, event.failure_of())
         if not self.loop_ended.done():
             self.loop_ended.set_result(event)
 
@@ -264,18 +271,18 @@ class LiveRuns:
             self._close(run)
 
     def _add_unwritten(self, run: LiveRun, ranks: Iterable[int]) -> None:
-        """Speak for ranks that have nothing in flight and have not said so."""
-        error = run.error
+        """Speak for ranks that post nothing more and have not said so."""
+        error, drained = run.error, not run.undrained
         is_cancel = error is None or isinstance(error, RequestCancelledError)
         for rank in ranks:
             if rank not in run.parts:
                 run.parts[rank] = decode_pb2.PartClosure(
                     rank=self._identity.rank + rank,
                     outcome=decode_pb2.TICKET_OUTCOME_ABANDONED
-                    if is_cancel
+                    if is_cancel and drained
                     else decode_pb2.TICKET_OUTCOME_FAILED,
                     error=error_to_proto(error, run.request_id) if error else None,
-                    drained=True,
+                    drained=drained,
                 )
 
     def _close(self, run: LiveRun) -> None:

@@ -279,7 +279,7 @@ class EngineLoop:
     def end(self, error: TandemError | None) -> None:
         """Answer everybody."""
         ended = LoopEnded(self._settings.name, error)
-        self._desk.fail_all(ended.failure)
+        self._desk.fail_all(ended)
         self._emit(ended)
 
     def _apply(self, command: Command) -> None:

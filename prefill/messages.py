@@ -164,10 +164,9 @@ class LoopEnded:
     name: RankName
     error: TandemError | None
 
-    @property
-    def failure(self) -> TandemError:
-        """What requests that are left are answered with."""
-        return failure_of_requests(self.name, self.error)
+    def failure_of(self, *, in_step: bool = False) -> TandemError:
+        """What a request that is left is answered with; see `failure_of_requests`."""
+        return failure_of_requests(self.name, self.error, in_step=in_step)
 
     @property
     def refusal(self) -> TandemError:

@@ -17,6 +17,7 @@ from prefill.commands import OpenTicket
 from prefill.messages import (
     Event,
     FirstTokenSampled,
+    LoopEnded,
     PartClosed,
     RequestFailed,
     RequestFinished,
@@ -105,7 +106,7 @@ class RequestDesk:
         """End what has no ticket, and with `also_begun` what has no first token, for the router."""
         scheduler = self._scheduler
         for item in list(scheduler.unfinished() if also_begun else scheduler.unbegun()):
-            self._end_early(item, type(error)(error.message, request_id=item.request_id))
+            self._end_early(item, error.of(item.request_id))
 
     def expire(self) -> None:
         """End the requests whose time is over before their first token."""
@@ -189,12 +190,12 @@ class RequestDesk:
         if is_closed and not item.request.num_launched_tokens:
             self._finish(item)
 
-    def fail_all(self, error: TandemError) -> None:
+    def fail_all(self, ended: LoopEnded) -> None:
         """The loop is over: answer all who still wait for a first token."""
         for item in self._items.values():
             if item.first_token_at == 0.0 and item.error is None:
-                failure = type(error)(error.message, request_id=item.request_id)
-                self._emit(RequestFailed(item.nonce, failure))
+                failure = ended.failure_of(in_step=item.request.is_in_step)
+                self._emit(RequestFailed(item.nonce, failure.of(item.request_id)))
 
     def _end_early(self, item: PrefillRequest, error: TandemError) -> None:
         """Compute and send no more of it; what a sender has in flight is waited for."""
@@ -240,7 +241,10 @@ class RequestDesk:
 
 def _error_of(item: PrefillRequest, rank: int, closure: Closure) -> TandemError:
     """Why rank `rank` could not send its part."""
-    code = closure.error_code or ErrorCode.TRANSFER_FAILED
+    code = closure.error_code
+    if code in (None, ErrorCode.INTERNAL):
+        # Whatever broke in the sender, only the KV did not arrive: another pair may do better.
+        code = ErrorCode.TRANSFER_FAILED
     peer = item.granted.peer.peer
     text = f"prefill rank {rank} could not send its KV to {peer}: {closure.error}"
     logger.warning("%s %s", text, fields(request_id=item.request_id))

@@ -52,10 +52,12 @@ def check_run(request: prefill_pb2.RunRequest, sampling: SamplingParams, limits:
     """Refuse a request that cannot be computed.
 
     Raises:
-        InvalidRequestError: the context, a token id, or a count; the message names it.
+        InvalidRequestError: the context, a token id, a count or a time; the message names it.
         StaleTicketError: the reservation is of another request.
         DeadlineExceededError: the time was over before the call came.
     """
+    if not math.isfinite(request.timeout_s):
+        raise InvalidRequestError(f"timeout_s is {request.timeout_s}: give seconds")
     if request.timeout_s <= 0:
         raise DeadlineExceededError("the request's time was over before it reached prefill")
     if request.reservation.request_id != request.request_id:

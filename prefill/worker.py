@@ -25,7 +25,7 @@ from prefill.closer import TicketCloser
 from prefill.group_counter import GroupCounter
 from prefill.live_runs import LiveRun, LiveRuns
 from prefill.loop import EngineLoop, LoopSettings
-from prefill.messages import Command, Event, RankClosed
+from prefill.messages import Command, Event, LoopEnded, RankClosed
 from prefill.metrics import PrefillMetrics
 from prefill.nonces import NonceMemory
 from prefill.peers import ChannelCache, Greeting, PeerDirectory
@@ -38,8 +38,8 @@ from prefill.spans import record_run
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
 from runtime.call_server import CallServer, CarriedMethod
-from runtime.endings import failure_of_requests
 from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
+from runtime.roles import Role
 from runtime.rpc import open_channel
 from runtime.spans import open_spans
 from runtime.wire import tier_tokens_to_proto
@@ -79,7 +79,8 @@ class PrefillDriver:
         options, send = self._options, self._parts.send
         self._metrics = metrics = PrefillMetrics(host.registry)
         nonces = NonceMemory(time.monotonic)
-        channels = ChannelCache(partial(open_channel, credentials=options.credentials))
+        connect = partial(open_channel, credentials=options.credentials, to=Role.DECODE)
+        channels = ChannelCache(connect)
         closing.push_async_callback(channels.close)
         self._closer = closer = TicketCloser(channels)
         peers = self._meet_peers(host, channels)
@@ -96,6 +97,7 @@ class PrefillDriver:
             on_finished=self._on_finished(host, closing),
         )
         closing.push_async_callback(self._close_tickets)
+        self._runs, self._event_loop = runs, asyncio.get_running_loop()
         self._loop = loop = self._make_loop(metrics)
         metrics.watch(lambda: loop.load, lambda: closer.num_dropped)
         send.watch(host.registry)
@@ -234,7 +236,7 @@ class PrefillDriver:
         address: str,
     ) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server)
-        calls.carry(Run=CarriedMethod(prefill_pb2.RunRequest.FromString, service.Run))
+        calls.carry("Prefill", Run=CarriedMethod(prefill_pb2.RunRequest.FromString, service.Run))
         cache = CacheService(host.identity, self._cache, self._worker_load)
         cache_pb2_grpc.add_CacheServicer_to_server(cache, server)
         add_experts(server, host.identity, self._options, self._experts)
@@ -269,15 +271,18 @@ class PrefillDriver:
     async def _close_tickets(self) -> None:
         """Stop sending, then tell decode of what will not come any more."""
         await asyncio.to_thread(self._parts.send.sender.close)
+        # A loop that has not ended in its time was told to, and the requests may go elsewhere.
         ended = self._runs.loop_ended
-        # Where it has not ended in its time it was told to, and the request may go elsewhere.
-        error = ended.result().error if ended.done() else None
-        self._runs.close_left(0, failure_of_requests(self._options.rank_name, error))
+        last = ended.result() if ended.done() else LoopEnded(self._options.rank_name, None)
+        self._runs.close_left(0, last.failure_of())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
                 await self._closer.flush()
 
     def _ticket_closed(self, closure: Closure) -> None:
+        if not closure.drained:
+            # Past the engine loop, which may have ended and then hears of nothing.
+            self._event_loop.call_soon_threadsafe(self._runs.note_undrained, closure.nonce)
         self._submit(RankClosed(0, closure))
 
     def _submit(self, command: Command) -> None:

@@ -75,7 +75,7 @@ class Backend:
             last_order=tiers.standing(tiers.last).order,
             on_refused=metrics.tiers.count_refused,
         )
-        self.readiness = Readiness(self.pool)
+        self.readiness = Readiness(self.pool, found_by=clock() + section.worker_wait_s)
         self.compilers = Compilers(model.folder, model.limits.vocab_size)
         if model.warm_grammars:
             self.compilers.warm()

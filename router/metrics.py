@@ -140,6 +140,11 @@ class RouterMetrics:
         self._key_tokens = self._counter(
             "pd_router_key_tokens", "Tokens of prompts and outputs by API key", "key", "kind"
         )
+        self._key_cpu = self._counter(
+            "pd_router_key_cpu_seconds",
+            "CPU time of this router for texts and grammars by API key",
+            "key",
+        )
         self._keys = self._gauge("pd_router_keys", "API keys in force", "livemax")
         self._keys_stale = self._gauge(
             "pd_router_keys_stale", "1 while the file of API keys cannot be used", "livemax"
@@ -249,6 +254,10 @@ class RouterMetrics:
         label = self._label_of_key(key)
         self._key_tokens.labels(label, "prompt").inc(num_prompt)
         self._key_tokens.labels(label, "output").inc(num_output)
+
+    def count_key_cpu(self, key: str, cpu_s: float) -> None:
+        """Seconds of CPU that requests of a key have taken here."""
+        self._key_cpu.labels(self._label_of_key(key)).inc(cpu_s)
 
     def _label_of_key(self, key: str) -> str:
         """The name itself for the first that come: files change, and series are never forgotten."""

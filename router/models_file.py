@@ -10,7 +10,6 @@ are relative to the file's folder.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from runtime.config.checks import at_least, one_of
 from runtime.config.router import REASONING_PARSERS, TOOL_PARSERS
 from runtime.config.templates import check_chat_template, is_template_file
 from runtime.errors import ConfigError
+from runtime.parsing import parse_toml
 
 FIELD = "router.models_file"
 MAX_MODELS = 64
@@ -66,11 +66,11 @@ def read_models(path: Path) -> tuple[ModelEntry, ...]:
         ConfigError: it cannot be read, or what it says cannot be.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         problem = error.strerror or str(error)
         raise ConfigError(FIELD, str(path), problem, "a readable TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(FIELD, str(path), f"no valid TOML: {error}", "mend that line") from error
     models = table.get("models")
     if set(table) != {"models"} or not isinstance(models, Mapping):

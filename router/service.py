@@ -37,6 +37,7 @@ from runtime.logging import get_logger
 from runtime.net import Credentials, Listen, join_address
 from runtime.pb import keys_pb2_grpc, registry_pb2_grpc
 from runtime.process import dying_with_us
+from runtime.roles import Role
 from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
 from runtime.tiers import Tiers
 
@@ -78,7 +79,7 @@ class RouterService:
         for model in self._models:
             if model.template_remark:
                 logger.info("model=%s %s", model.name, model.template_remark)
-        self._credentials = cluster_credentials(config)
+        self._credentials = cluster_credentials(config, Role.ROUTER)
         self._server: grpc.aio.Server | None = None
         self.http_port = 0
         """Where it serves, after ``startup``."""
@@ -177,7 +178,7 @@ class HttpWorkerService:
         self._port = port
         self._keys = key_source(config)
         self._models = load_served_models(config)
-        self._credentials = cluster_credentials(config)
+        self._credentials = cluster_credentials(config, Role.ROUTER)
         self._http: HttpServer | None = None
         self._ledger: RemoteLedger | None = None
 

@@ -1,8 +1,8 @@
 """One end of a connection that carries calls: `runtime.call_stream` has one, `runtime.call_server`
 the other. TLS, where there is some, is beneath it.
 
-    caller -> worker   greeting, then messages: a ``CallBatch`` each
-    worker -> caller   messages: an ``AnswerBatch`` each
+    caller -> worker   greeting; once it was accepted, messages: a ``CallBatch`` each
+    worker -> caller   messages: an ``AnswerBatch`` each, the first one accepts or refuses
     both               a ping every few seconds, a message of no bytes: a peer of which nothing
                        comes for several of them is lost, even where no packet says so
 
@@ -13,7 +13,8 @@ it is and the cluster's secret. Until it was accepted nothing else is read, and 
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, cast
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
 
 from runtime.sockets import tune
 
@@ -24,7 +25,7 @@ MAX_SILENT_PINGS = 2
 
 _LENGTH_BYTES = 4
 _PING = bytes(_LENGTH_BYTES)
-_MAGIC = b"tandem calls 1\n"
+_MAGIC = b"tandem calls 2\n"
 
 
 def greeting(secret: str) -> bytes:
@@ -70,6 +71,11 @@ class CallConnection(asyncio.Protocol):
         self._num_needed = _LENGTH_BYTES
         """Bytes of it from which on there is something to be made of them."""
         self._reason = ""
+
+    @property
+    def certificate(self) -> Mapping[str, Any] | None:
+        """The peer's, as ``SSLSocket.getpeercert`` tells it; None without one."""
+        return None if self._transport is None else self._transport.get_extra_info("peercert")
 
     def send(self, message: bytes) -> None:
         """Write ``message`` as soon as the peer takes it; nowhere, once it is over."""

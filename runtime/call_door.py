@@ -24,8 +24,9 @@ from runtime.call_connection import (
     secret_of,
 )
 from runtime.logging import get_logger
-from runtime.net import Credentials, Listen
+from runtime.net import Credentials, Listen, roles_of_peer
 from runtime.pb import calls_pb2
+from runtime.roles import Roles
 from runtime.sockets import open_listener
 
 logger = get_logger(__name__)
@@ -35,8 +36,9 @@ GREETING_S = 5.0
 _TLS_GOODBYE_S = 2.0
 _ACCEPT_PAUSE_S = 0.05
 
-Welcome = Callable[[CallConnection], tuple[ConnectionOwner, int]]
-"""Whom a caller's connection is for, and the longest message that it may send."""
+Welcome = Callable[[CallConnection, Roles], tuple[ConnectionOwner, int]]
+"""Whom the connection of a caller of these roles is for, and the longest message that it may
+send."""
 
 
 class CallDoor:
@@ -148,10 +150,14 @@ class _Stranger:
         secret = secret_of(message)
         if secret is None:
             connection.abort("not a caller")
-        elif self._credentials.accepts(secret):
-            connection.hand_over(*self._welcome(connection))
+        elif roles := self._credentials.roles_of(secret):
+            connection.send(_verdict(grpc.StatusCode.OK))
+            if self._credentials.asks_for_certificates:
+                roles &= roles_of_peer(connection.certificate)
+            connection.hand_over(*self._welcome(connection, roles))
         else:
-            connection.send(_refusal().SerializeToString())
+            text = "the cluster's secret is missing or wrong"
+            connection.send(_verdict(grpc.StatusCode.UNAUTHENTICATED, text))
             connection.end("wrong secret")
         self._end()
 
@@ -175,9 +181,7 @@ class _Stranger:
             self.is_over.set_result(None)
 
 
-def _refusal() -> calls_pb2.AnswerBatch:
-    answer = calls_pb2.CarriedAnswer(
-        status_code=grpc.StatusCode.UNAUTHENTICATED.value[0],
-        details="the cluster's secret is missing or wrong",
-    )
-    return calls_pb2.AnswerBatch(answers=[answer])
+def _verdict(code: grpc.StatusCode, details: str = "") -> bytes:
+    """The message on the whole connection."""
+    answer = calls_pb2.CarriedAnswer(status_code=code.value[0], details=details)
+    return calls_pb2.AnswerBatch(answers=[answer]).SerializeToString()

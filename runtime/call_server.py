@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,9 +18,11 @@ from google.protobuf.message import DecodeError, Message
 
 from runtime.call_connection import CallConnection
 from runtime.call_door import CallDoor
+from runtime.call_stream import MAX_BATCH_CALLS
 from runtime.logging import get_logger
 from runtime.net import Credentials, Listen
 from runtime.pb import calls_pb2
+from runtime.roles import Roles, refusal
 from runtime.rpc import MAX_MESSAGE_BYTES, WORKER_LIMITS, ServerLimits
 from runtime.trace import TraceContext, set_trace
 
@@ -60,6 +62,8 @@ class CarriedMethod:
     parse: Callable[[bytes], Message]
     """The request's ``FromString``."""
     handler: Callable[[Any, Any], Awaitable[Message]]
+    service: str = ""
+    """Whose it is: set by ``carry``."""
 
 
 class CallServer:
@@ -74,9 +78,9 @@ class CallServer:
         self._door = CallDoor(credentials, self._welcome)
         self._callers: set[_Caller] = set()
 
-    def carry(self, **methods: CarriedMethod) -> None:
-        """Serve ``methods``, too."""
-        self._methods |= methods
+    def carry(self, service: str, **methods: CarriedMethod) -> None:
+        """Serve ``methods`` of ``service``, too."""
+        self._methods |= {name: replace(one, service=service) for name, one in methods.items()}
 
     def start(self, listen: Listen, field: str = "--calls-port") -> int:
         """Listen where ``listen`` says; the port.
@@ -92,9 +96,9 @@ class CallServer:
         await self._door.close()
         await asyncio.gather(*(caller.stop(grace_s) for caller in self._callers))
 
-    def _welcome(self, connection: CallConnection) -> tuple[_Caller, int]:
+    def _welcome(self, connection: CallConnection, roles: Roles) -> tuple[_Caller, int]:
         most = self._limits.max_concurrent_rpcs
-        caller = _Caller(connection, self._methods, most, on_end=self._callers.discard)
+        caller = _Caller(connection, self._methods, roles, most, on_end=self._callers.discard)
         self._callers.add(caller)
         return caller, self._limits.max_request_bytes
 
@@ -106,6 +110,7 @@ class _Caller:
         self,
         connection: CallConnection,
         methods: Mapping[str, CarriedMethod],
+        roles: Roles,
         max_calls: int,
         *,
         on_end: Callable[[_Caller], None],
@@ -113,6 +118,7 @@ class _Caller:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._methods = methods
+        self._roles = roles
         self._max_calls = max_calls
         self._on_end = on_end
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -131,7 +137,13 @@ class _Caller:
         except DecodeError as error:
             self._connection.abort(f"no calls: {error}")
             return
+        if len(batch.calls) > MAX_BATCH_CALLS:
+            self._connection.abort(f"a message of {len(batch.calls)} calls")
+            return
         for call in batch.calls:
+            if call.method and (call.number in self._tasks or not call.number):
+                self._connection.abort(f"a second call of number {call.number}")
+                return
             if call.method:
                 self._begin(call)
             elif (task := self._tasks.get(call.number)) is not None:
@@ -217,6 +229,8 @@ class _Caller:
         method = self._methods.get(call.method)
         if method is None:
             raise _AbortedError(grpc.StatusCode.UNIMPLEMENTED, f"{call.method}: no such method")
+        if reason := refusal(method.service, call.method, self._roles):
+            raise _AbortedError(grpc.StatusCode.PERMISSION_DENIED, reason)
         try:
             request = method.parse(call.request)
         except DecodeError as error:

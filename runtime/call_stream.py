@@ -6,7 +6,7 @@ of two threads. Here whatever begins in one turn of the event loop, or while the
 up, is one message. A call is what a unary one is: it fails as that would, with gRPC's errors;
 cancelling it cancels it there; when the connection breaks all of its calls have failed. What is
 long still has a call of its own: it holds up nobody, and is refused alone where it is too large. So
-has all that is for a peer that announces no such port, or is not reached there. See
+has all that is for a peer that announces no such port, or does not accept us there. See
 docs/adr/0025-calls.md.
 """
 
@@ -28,6 +28,7 @@ from runtime.call_connection import CallConnection, greeting
 from runtime.logging import get_logger
 from runtime.net import Credentials
 from runtime.pb import calls_pb2
+from runtime.roles import Role
 from runtime.rpc import MAX_MESSAGE_BYTES
 from runtime.trace import TraceContext, current_trace, use_trace, without_trace
 
@@ -37,8 +38,10 @@ MAX_CARRIED_BYTES = 64 * 2**10
 """Of a request; a longer one has a call of its own."""
 MAX_BATCH_BYTES = 2**20
 """Of the requests of a message, about: far below what workers take (`WORKER_LIMITS`)."""
+MAX_BATCH_CALLS = 16_384
+"""In a message, cancels among them."""
 CONNECT_S = 5.0
-"""TCP and TLS to a peer."""
+"""TCP and TLS to a peer; and then its word that it takes calls."""
 ALONE_S = 10.0
 """How long each call is one of its own where no connection could be made."""
 
@@ -114,11 +117,15 @@ class CallStream:
     One event loop owns it.
     """
 
-    def __init__(self, address: str, credentials: Credentials) -> None:
-        """``address``: "host:port" that the peer announces; empty: it takes single calls only."""
+    def __init__(self, address: str, credentials: Credentials, to: Role | None = None) -> None:
+        """``address``: "host:port" that the peer announces; empty: it takes single calls only.
+
+        ``to`` is the peer's role; None for ``credentials`` of no role.
+        """
         self.loop = asyncio.get_running_loop()
         self._address = address
         self._credentials = credentials
+        self._to = to
         self._number = 0
         self._pending: dict[int, StreamCall[Any]] = {}
         """Begun and not answered, on the connection."""
@@ -128,6 +135,10 @@ class CallStream:
         """Whether what is unsent goes out in the next turn of the loop."""
         self._connection: CallConnection | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._is_accepted = False
+        """Whether the peer takes calls on the connection; before, it is sent none."""
+        self._patience: asyncio.TimerHandle | None = None
+        """How long it may take to say so."""
         self._refusal: tuple[grpc.StatusCode, str] | None = None
         """What the peer said of the whole connection."""
         self._alone_until = math.inf if not address else 0.0
@@ -180,8 +191,10 @@ class CallStream:
     def opened(self, connection: CallConnection) -> None:
         """There is a connection: see `ConnectionOwner`."""
         self._connection = connection
-        connection.send(greeting(self._credentials.secret))
-        self._send()
+        self._is_accepted = False
+        text = f"not accepted in {CONNECT_S:g} s"
+        self._patience = self.loop.call_later(CONNECT_S, connection.abort, text)
+        connection.send(greeting(self._credentials.shown_to(self._to)))
 
     def take(self, message: bytes) -> None:
         """Answers came: see `ConnectionOwner`."""
@@ -200,7 +213,13 @@ class CallStream:
 
     def lost(self, reason: str) -> None:
         """The connection is over, and so are its calls: see `ConnectionOwner`."""
+        self._be_patient_no_more()
+        if self._connection is None:
+            return  # we closed it
         self._connection = None
+        if not self._is_accepted and self._refusal is None:
+            self._go_alone(reason)
+            return
         code, details = self._refusal or (grpc.StatusCode.UNAVAILABLE, reason)
         self._fail_all(lambda: _error(code, details))  # a traceback for each
 
@@ -223,7 +242,9 @@ class CallStream:
     def _send(self) -> None:
         self._is_sending = False
         connection = self._connection
-        while self._unsent and connection is not None and connection.is_writable:
+        if connection is None or not self._is_accepted:
+            return
+        while self._unsent and connection.is_writable:
             connection.send(self._next_batch().SerializeToString())
 
     async def _open(self) -> None:
@@ -247,7 +268,7 @@ class CallStream:
     def _next_batch(self) -> calls_pb2.CallBatch:
         unsent = self._unsent
         batch, num_bytes = calls_pb2.CallBatch(), 0
-        while unsent and num_bytes < MAX_BATCH_BYTES:
+        while unsent and num_bytes < MAX_BATCH_BYTES and len(batch.calls) < MAX_BATCH_CALLS:
             number = next(iter(unsent))
             begun = unsent.pop(number)
             if begun is None:
@@ -263,7 +284,7 @@ class CallStream:
 
     def _take(self, answer: calls_pb2.CarriedAnswer) -> None:
         if not answer.number:
-            self._refusal = _code(answer.status_code), answer.details
+            self._judged(answer)
             return
         call = self._pending.pop(answer.number, None)
         if call is None:
@@ -275,6 +296,18 @@ class CallStream:
         else:
             call.take(answer.response)
 
+    def _be_patient_no_more(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+
+    def _judged(self, answer: calls_pb2.CarriedAnswer) -> None:
+        self._be_patient_no_more()
+        if answer.status_code:
+            self._refusal = _code(answer.status_code), answer.details
+            return
+        self._is_accepted = True
+        self._send_soon()
+
     def _fail_all(self, error_of: Callable[[], BaseException | None]) -> None:
         pending, self._pending = self._pending, {}
         self._unsent.clear()
@@ -282,7 +315,7 @@ class CallStream:
             call.lose(error_of())
 
     def _go_alone(self, reason: str) -> None:
-        """Nobody is reached at the announced address, and so nobody has seen any of the calls."""
+        """Nobody at the announced address takes calls, and so nobody has seen any of them."""
         logger.warning("calls go by themselves for a while address=%s: %s", self._address, reason)
         self._alone_until = self.loop.time() + ALONE_S
         pending, self._pending = self._pending, {}

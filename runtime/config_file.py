@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -29,6 +28,8 @@ from runtime.errors import ConfigError
 from runtime.hub_model import HubModel
 from runtime.net import Credentials
 from runtime.network import own_address
+from runtime.parsing import parse_toml
+from runtime.roles import Role, role_secret
 
 SECRET_VARIABLE = "TANDEM_SECRET"
 PREVIOUS_SECRET_VARIABLE = "TANDEM_PREVIOUS_SECRET"
@@ -72,12 +73,12 @@ def load_config(path: Path | None) -> ClusterConfig:
     if path is None:
         return ClusterConfig()
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         problem = error.strerror or str(error)
         fix = "the path of a readable TOML file; a model is the folder of one, or ORG/NAME"
         raise ConfigError("file", str(path), problem, fix) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError("file", str(path), f"no valid TOML: {error}", "mend that line") from error
     return parse_config(table, base=path.resolve().parent)
 
@@ -190,8 +191,8 @@ def field_paths() -> list[str]:
 def _parse_text(path: str, text: str, expected: type, base: Path | None) -> object:
     """The value that ``text`` of a command line is; a string needs no quotes."""
     try:
-        value: object = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value: object = parse_toml(f"value = {text}")["value"]
+    except ValueError:
         value = text
     if expected is str:
         value = value if isinstance(value, str) else text
@@ -286,12 +287,14 @@ def _toml_value(value: object) -> str:
     return repr(value)
 
 
-def cluster_credentials(config: ClusterConfig) -> Credentials:
-    """The secrets, from the configuration, else from the environment, and the files of TLS.
+def cluster_credentials(config: ClusterConfig, role: Role | None = None) -> Credentials:
+    """What a process of ``role`` shows and accepts.
+
+    The secrets are from the configuration, else from the environment; TLS has its files.
 
     Raises:
-        ConfigError: neither has a secret; or certificates were to be made, which is not for a
-            single process to do.
+        ConfigError: neither has a secret, or it is another role's; or certificates were to be made,
+            which is not for a single process to do.
     """
     secret = config.cluster.secret or os.environ.get(SECRET_VARIABLE, "")
     if not secret:
@@ -303,7 +306,10 @@ def cluster_credentials(config: ClusterConfig) -> Credentials:
         fix = '"files", with tls.cert, tls.key and tls.ca, which `tandem certificates` makes'
         raise ConfigError("tls.mode", "auto", problem, fix)
     previous = config.cluster.previous_secret or os.environ.get(PREVIOUS_SECRET_VARIABLE, "")
-    return Credentials(secret=secret, previous_secret=previous, tls=config.tls.files)
+    if role is not None:
+        for one in filter(None, (secret, previous)):
+            role_secret(one, role)
+    return Credentials(secret=secret, previous_secret=previous, tls=config.tls.files, role=role)
 
 
 def secret_variables(credentials: Credentials) -> dict[str, str]:

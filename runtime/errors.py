@@ -36,7 +36,7 @@ class TandemError(Exception):
         message: str,
         *,
         request_id: str = "",
-        worker_ended: bool = False,
+        suspect: bool = False,
         relayed_from: str = "",
     ) -> None:
         """Say why.
@@ -44,14 +44,23 @@ class TandemError(Exception):
         Args:
             message: what, the value, and the fix.
             request_id: of the request, where it is known.
-            worker_ended: a rank ended by its own fault; one of its requests may be why.
+            suspect: a step or a rank failed, and the request is one of those that may be why.
             relayed_from: "instance/rank" that said it, where another passes it on.
         """
         super().__init__(message)
         self.message = message
         self.request_id = request_id
-        self.worker_ended = worker_ended
+        self.suspect = suspect
         self.relayed_from = relayed_from
+
+    def of(self, request_id: str) -> TandemError:
+        """The same, said of one request."""
+        return type(self)(
+            self.message,
+            request_id=request_id,
+            suspect=self.suspect,
+            relayed_from=self.relayed_from,
+        )
 
 
 class InvalidRequestError(TandemError):
@@ -118,6 +127,12 @@ class InternalError(TandemError):
     """A broken invariant of ours."""
 
     code = ErrorCode.INTERNAL
+
+
+class DeviceError(InternalError):
+    """A device hangs or is lost under a step: of a rank's requests only those of the step may be
+    why.
+    """
 
 
 class ConfigError(ValueError):

@@ -8,14 +8,24 @@ Nothing here imports gRPC: whoever only plans a cluster does not load it.
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import ssl
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from runtime.errors import ConfigError
 from runtime.renewal import Renewed
+from runtime.roles import (
+    Role,
+    Roles,
+    accepted_by,
+    role_secret,
+    roles_of_names,
+    roles_of_secret,
+    shown_to,
+)
 
 _WILDCARDS = ("0.0.0.0", "::")
 
@@ -122,24 +132,48 @@ class Credentials:
     """What a process shows to the others of its cluster, and what it asks of them."""
 
     secret: str = field(repr=False)
-    """Sent with every call; accepted."""
+    """The cluster's, or what a role has of it (`runtime.roles`)."""
     previous_secret: str = field(default="", repr=False)
     """Accepted as well, while processes change from one secret to another; empty: none."""
     tls: TlsFiles | None = None
     """None: plain text."""
+    role: Role | None = None
+    """What this process is; None: all of them, by the cluster's secret itself."""
+
+    @property
+    def asks_for_certificates(self) -> bool:
+        """Whether callers of gRPC and of our own sockets must show one."""
+        return self.tls is not None and self.tls.mutual
 
     @classmethod
     def of_secret(cls, secret: str) -> Credentials:
         """A secret and no TLS."""
         return cls(secret=secret)
 
-    def accepts(self, given: bytes) -> bool:
-        """Whether ``given`` is one of the secrets; takes the same time for every wrong one."""
-        accepted = False
+    def of_role(self, role: Role) -> Credentials:
+        """Those of a process of ``role``, with no more of the secrets than it needs.
+
+        Raises:
+            ConfigError: a secret is another role's already.
+        """
+        secret = role_secret(self.secret, role)
+        previous = role_secret(self.previous_secret, role) if self.previous_secret else ""
+        return replace(self, secret=secret, previous_secret=previous, role=role)
+
+    def shown_to(self, server: Role | None) -> str:
+        """What is sent with every call to a process of the role ``server``."""
+        if self.role is None:
+            return self.secret
+        assert server is not None, "whom it calls decides what it shows"
+        return shown_to(self.secret, self.role, server)
+
+    def roles_of(self, given: bytes) -> Roles:
+        """Whose secret ``given`` is; empty: nobody's, after the same time for every wrong one."""
+        found: Roles = frozenset()
         for secret in (self.secret, self.previous_secret):
             if secret:
-                accepted |= hmac.compare_digest(given, secret.encode())
-        return accepted
+                found |= roles_of_secret(given, accepted_by(secret, self.role))
+        return found
 
     def server_ssl_context(self) -> ssl.SSLContext | None:
         """For the listening end of our own sockets; None without TLS. It follows the files.
@@ -174,11 +208,15 @@ class Credentials:
         if self.tls is None or server is None or client is None:
             return
         try:
-            _shake_hands_with_oneself(server, client, host)
+            roles = _shake_hands_with_oneself(server, client, host)
         except ssl.SSLError as error:
             problem = f"is refused by whoever calls this process at {host} ({_verdict(error)})"
             fix = f"a certificate of tls.ca, for both ends, whose subjectAltName has {host}"
             raise ConfigError("tls.cert", self.tls.cert, problem, fix) from error
+        if self.role is not None and self.role not in roles:
+            problem = f"names the role {' and '.join(roles) or 'of nobody'}: this is a {self.role}"
+            fix = f"one of `tandem certificates --role {self.role}`"
+            raise ConfigError("tls.cert", self.tls.cert, problem, fix)
 
     def http_ssl_context(self) -> ssl.SSLContext | None:
         """For the listening end of HTTP; None without TLS. It follows the files.
@@ -210,7 +248,19 @@ def _context_of_now(files: TlsFiles, *, ask: bool) -> ssl.SSLContext:
     return context
 
 
-def _shake_hands_with_oneself(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> None:
+def roles_of_peer(certificate: Mapping[str, Any] | None) -> Roles:
+    """The roles that the ``certificate`` of a peer names, as ``SSLSocket.getpeercert`` tells it.
+
+    One without names of roles stands for all; None, and one that was not looked at: nobody's.
+    """
+    if not certificate:
+        return frozenset()
+    names = certificate.get("subjectAltName", ())
+    return roles_of_names(name for kind, name in names if kind == "URI")
+
+
+def _shake_hands_with_oneself(server: ssl.SSLContext, client: ssl.SSLContext, host: str) -> Roles:
+    """The roles that our own certificate names, as callers see it."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     calling = client.wrap_bio(to_client, to_server, server_hostname=host)
     listening = server.wrap_bio(to_server, to_client, server_side=True)
@@ -222,6 +272,7 @@ def _shake_hands_with_oneself(server: ssl.SSLContext, client: ssl.SSLContext, ho
                 waiting.remove(end)
             except ssl.SSLWantReadError:  # for what the other end says next
                 continue
+    return roles_of_peer(calling.getpeercert())
 
 
 def _verdict(error: ssl.SSLError) -> str:

@@ -20,6 +20,7 @@ from runtime.errors import ConfigError, InternalError, TandemError
 from runtime.logging import get_logger
 from runtime.net import Credentials
 from runtime.pb import registry_pb2, registry_pb2_grpc
+from runtime.roles import Role
 from runtime.router_names import (
     Resolve,
     RouterAt,
@@ -185,7 +186,9 @@ class _Lease:
     ) -> None:
         """``tell`` hears the first answer, None for a lease; ``num_held`` counts all leases."""
         self._peer = f"registry {router.address}"
-        self._channel = open_channel(router.address, credentials, server_name=router.name)
+        self._channel = open_channel(
+            router.address, credentials, Role.ROUTER, server_name=router.name
+        )
         self._stub = registry_pb2_grpc.RegistryStub(self._channel)
         self._record = record
         self._load = load

@@ -1,7 +1,8 @@
 """gRPC as we use it: authenticated servers and channels, and their errors as ours.
 
 Every call carries the cluster's secret; a server answers UNAUTHENTICATED to anything else, without
-reading its message. With TLS both ends show certificates as well (`runtime.net`). A call that is
+reading its message, and PERMISSION_DENIED to a caller whose role may not make that call
+(`runtime.roles`). With TLS both ends show certificates as well (`runtime.net`). A call that is
 made for a request carries its trace (`runtime.trace`), and the handler goes on with it.
 Keepalive pings find a dead peer within seconds even where no packet says so. The stubs of grpc are
 generic in their messages, which the interceptors do not look at: hence their Any.
@@ -9,8 +10,11 @@ generic in their messages, which the interceptors do not look at: hence their An
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +30,13 @@ from runtime.errors import (
     RequestCancelledError,
     TandemError,
 )
+from runtime.logging import fields, get_logger
 from runtime.net import Credentials, Listen, TlsFiles, join_address
 from runtime.renewal import Renewed
+from runtime.roles import ALL_ROLES, Role, Roles, refusal, roles_of_names
 from runtime.trace import TRACEPARENT, TRACESTATE, TraceContext, current_trace, set_trace
+
+logger = get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _AUTHORIZATION = "authorization"
@@ -94,18 +102,23 @@ _BROKEN_CALL = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 of a call fails before it has heard the status that ended the call: the peer is going."""
 
 
-class _RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+_TELL_AGAIN_S = 60.0
+_tell_again: dict[str, float] = {}
+"""By what was refused: until then it is not told of again. As many as there are calls and roles."""
+_caller: ContextVar[Roles] = ContextVar("caller", default=ALL_ROLES)
+
+
+def caller_roles() -> Roles:
+    """Of whoever made the call that is being served; outside of one: all."""
+    return _caller.get()
+
+
+class _CheckCaller(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """The secret, and what its role and that of the certificate may call."""
+
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-
-        async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "the cluster's secret is missing or wrong"
-            )
-
-        # Whatever the method is: gRPC reads the message of a unary call before its handler runs,
-        # that of a stream only when the handler asks for it.
-        self._refuse = grpc.stream_stream_rpc_method_handler(refuse)
+        self._asks = credentials.asks_for_certificates
 
     async def intercept_service(
         self,
@@ -114,15 +127,80 @@ class _RequireSecret(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
+        roles: Roles = frozenset()
         for key, value in handler_call_details.invocation_metadata:
             given = value if isinstance(value, bytes) else value.encode()
-            if (
-                key == _AUTHORIZATION
-                and given.startswith(_BEARER)
-                and self._credentials.accepts(given.removeprefix(_BEARER))
-            ):
-                return await continuation(handler_call_details)
-        return self._refuse
+            if key == _AUTHORIZATION and given.startswith(_BEARER):
+                roles |= self._credentials.roles_of(given.removeprefix(_BEARER))
+        if not roles:
+            text = "the cluster's secret is missing or wrong"
+            return _refusing(grpc.StatusCode.UNAUTHENTICATED, text)
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        path, _, method = handler_call_details.method.rpartition("/")
+        service = path.strip("/").rpartition(".")[2]
+        if reason := refusal(service, method, roles):
+            return _refusing(grpc.StatusCode.PERMISSION_DENIED, reason)
+        _caller.set(roles)
+        return _checking(handler, service, method) if self._asks else handler
+
+
+def _refusing(code: grpc.StatusCode, details: str) -> grpc.RpcMethodHandler[Any, Any]:
+    """For any method: gRPC reads the message of a unary call before its handler runs, that of a
+    stream only when the handler asks for it.
+    """
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if code is grpc.StatusCode.PERMISSION_DENIED:
+            _tell_refusal(context.peer(), details)
+        await context.abort(code, details)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _tell_refusal(peer: str, reason: str) -> None:
+    """It comes from somebody of the cluster: a mistake of who set it up, or an intruder."""
+    now = time.monotonic()
+    if now >= _tell_again.get(reason, now):
+        _tell_again[reason] = now + _TELL_AGAIN_S
+        logger.warning("refused a call %s", fields(peer=peer, reason=reason))
+
+
+def _checking(
+    handler: grpc.RpcMethodHandler[Any, Any], service: str, method: str
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """``handler``, for callers whose certificate is of a role that may call it, too."""
+    unary: Any = handler.unary_unary
+    streamed: Any = handler.unary_stream
+
+    async def check(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        shown = context.auth_context()
+        # Where a release of gRPC did not tell URIs apart: other names can only take roles away.
+        uris = shown.get("peer_uri") or shown.get("x509_subject_alternative_name", ())
+        roles = _caller.get() & roles_of_names(uri.decode(errors="replace") for uri in uris)
+        _caller.set(roles)
+        if reason := refusal(service, method, roles):
+            reason += ", by its secret and its certificate"
+            _tell_refusal(context.peer(), reason)
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, reason)
+
+    async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await check(context)
+        return await unary(request, context)
+
+    async def stream(
+        request: Any, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Any]:
+        await check(context)
+        async for message in streamed(request, context):
+            yield message
+
+    messages = (handler.request_deserializer, handler.response_serializer)
+    if unary is not None:
+        return grpc.unary_unary_rpc_method_handler(answer, *messages)
+    assert streamed is not None, "methods that take a stream are not in our protocols"
+    return grpc.unary_stream_rpc_method_handler(stream, *messages)
 
 
 class _TakeTrace(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -205,10 +283,12 @@ class _AuthorizedChannel(grpc.aio.Channel):
 def create_server(
     credentials: Credentials, limits: ServerLimits = WORKER_LIMITS
 ) -> grpc.aio.Server:
-    """A server that serves only callers with a secret of ``credentials``, within ``limits``."""
+    """A server that serves only callers with a secret of ``credentials``, within ``limits``, and
+    each only with what its role may call.
+    """
     most = limits.max_concurrent_rpcs
     return grpc.aio.server(
-        interceptors=[_RequireSecret(credentials), _TakeTrace()],
+        interceptors=[_CheckCaller(credentials), _TakeTrace()],
         options=[
             *_SERVER_OPTIONS,
             ("grpc.max_receive_message_length", limits.max_request_bytes),
@@ -242,10 +322,11 @@ def bind_port(
 
 
 def open_channel(
-    address: str, credentials: Credentials, *, server_name: str = ""
+    address: str, credentials: Credentials, to: Role | None = None, *, server_name: str = ""
 ) -> grpc.aio.Channel:
     """A channel whose calls carry the secret; connects when first used.
 
+    ``to`` is the role of who is called; None for ``credentials`` of no role.
     With TLS the peer shows a certificate for ``server_name``, or for the address where that is
     empty.
 
@@ -260,7 +341,7 @@ def open_channel(
         if server_name:
             options.append(("grpc.ssl_target_name_override", server_name))
         channel = grpc.aio.secure_channel(address, _channel_tls(tls), options=options)
-    return _AuthorizedChannel(channel, credentials.secret)
+    return _AuthorizedChannel(channel, credentials.shown_to(to))
 
 
 def _cannot_listen(listen: Listen, field: str) -> ConfigError:
@@ -305,3 +386,10 @@ def map_rpc_errors(peer: str, request_id: str = "") -> Iterator[None]:
     except grpc.aio.UsageError as error:
         # The channel was closed under the call, because its peer is gone.
         raise PeerLostError(f"{peer}: {error}", request_id=request_id) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Nobody cancelled who waits: the same, of a call that was under way.
+        text = f"{peer}: the connection was closed"
+        raise PeerLostError(text, request_id=request_id) from error

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeVar
 
 from runtime.config.tiers import TierSection
@@ -52,6 +52,8 @@ class Standing:
     it when the request comes; 0: none, or it is over."""
     tpot_s: float = 0.0
     """Target for each further token; 0: none."""
+    tenant: str = field(default="", compare=False)
+    """Whose request it is; empty: nobody is asked. Routers alone know it."""
 
     @property
     def place(self) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from runtime.errors import ConfigError
+from runtime.parsing import parse_json
 from runtime.tiktoken_rules import read_ranks, special_names, tokenizer_content
 
 TOKENIZER, TIKTOKEN = "tokenizer.json", "tiktoken.model"
@@ -48,7 +49,7 @@ def tokenizer_file(folder: Path) -> Path:
         return folder / TOKENIZER
     try:
         ranks = (folder / TIKTOKEN).read_bytes()
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        settings = parse_json((folder / SETTINGS).read_text(encoding="utf-8"))
         kind, added = settings.get("tokenizer_class"), settings.get("added_tokens_decoder") or {}
     except (OSError, ValueError, AttributeError) as error:
         raise _refusal(folder, f"{TIKTOKEN} needs {SETTINGS}: {error}") from error

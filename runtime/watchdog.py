@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from runtime.errors import InternalError
+from runtime.errors import DeviceError
 from runtime.logging import fields, get_logger
 
 logger = get_logger(__name__)
@@ -34,7 +34,7 @@ class AbandonedError(BaseException):
     """The call that returns here was declared overdue; its thread ends and touches nothing."""
 
 
-class StepOverdueError(InternalError):
+class StepOverdueError(DeviceError):
     """A step, or the meeting before it, did not end in its time."""
 
 

@@ -27,7 +27,7 @@ def error_to_proto(error: BaseException, request_id: str = "") -> common_pb2.Err
             code=int(error.code),  # type: ignore[arg-type]  # the numbers are the proto's
             message=error.message,
             request_id=error.request_id or request_id,
-            worker_ended=error.worker_ended,
+            suspect=error.suspect,
             relayed_from=error.relayed_from,
         )
     return common_pb2.Error(
@@ -49,7 +49,7 @@ def error_from_proto(message: common_pb2.Error, *, relayed_from: str = "") -> Ta
     return error_type(
         message.message,
         request_id=message.request_id,
-        worker_ended=message.worker_ended,
+        suspect=message.suspect,
         relayed_from=message.relayed_from or relayed_from,
     )
 

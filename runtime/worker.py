@@ -12,6 +12,7 @@ from runtime.config_file import cluster_credentials, load_config, on_this_host
 from runtime.endings import RankName
 from runtime.errors import ConfigError
 from runtime.net import Credentials, Listen
+from runtime.roles import Role
 from runtime.router_names import PREFIX, parse_routers
 
 GRACE_S = 30.0
@@ -136,7 +137,7 @@ def parse_worker_options(role: str, arguments: Sequence[str]) -> WorkerOptions:
         rendezvous=given.rendezvous,
         router=given.router,
         listen=replace(_listen_of(config, given.host, given.advertise), port=given.port),
-        credentials=cluster_credentials(config),
+        credentials=cluster_credentials(config, Role(role)),
         metrics_port=given.metrics_port,
         data_port=given.data_port,
         calls_port=given.calls_port,

@@ -56,6 +56,7 @@ LOCKS = {
     "kernels": Lock(groups=("kernels",), project=False, like="dev"),
     "clients": Lock(groups=("clients",), project=False),
     "scan": Lock(groups=("scan",), project=False),
+    "fuzz": Lock(groups=("fuzz",), like="dev"),
     "uv": Lock(groups=("uv",), project=False),
 }
 

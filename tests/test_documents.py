@@ -12,6 +12,7 @@ import yaml
 
 from runtime.config import ClusterConfig
 from scripts.api_docs import DOCUMENT, written
+from scripts.model import SEEDS
 from tests.runtime.exports import make_exports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +22,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FAILURES = ROOT / "docs" / "understand" / "reliability.md"
+MODEL = ROOT / "docs" / "model" / "README.md"
 NAMED_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 OF_A_RUNNING_WORKER = {
     "pd_worker_registered",
@@ -164,6 +166,22 @@ def test_every_test_that_the_table_of_failures_names_exists() -> None:
         if not (ROOT / "tests" / file).is_file() or name not in _functions(ROOT / "tests" / file)
     ]
     assert missing == []
+
+
+def test_what_the_model_of_the_hand_over_rests_on_exists() -> None:
+    properties, seeds = (
+        MODEL.read_text(encoding="utf-8").split("## Properties")[1].split("## Seeds")
+    )
+    named = NAMED_TEST.findall(properties)
+    files = {
+        name: ROOT / name if (ROOT / name).is_file() else ROOT / "tests" / name for name, _ in named
+    }
+    missing = [f"{file}::{name}" for file, name in named if name not in _functions(files[file])]
+    assert missing == []
+    rows = [row for row in properties.splitlines() if row.startswith("| ")][1:]
+    assert rows
+    assert all(len(NAMED_TEST.findall(cell)) > 0 for row in rows for cell in row.split(" | ")[2:])
+    assert set(re.findall(r"^\| `(\w+)` \|", seeds, re.MULTILINE)) == set(SEEDS)
 
 
 def test_every_case_has_a_row_and_says_what_happens() -> None:

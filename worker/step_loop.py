@@ -34,9 +34,8 @@ from typing import Generic
 
 from engine.experts.votes import ExpertTurns
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
-from engine.parallel.lost_peer import reason_of_end
 from engine.pending_step import PendingStep
-from engine.step_error import StepError
+from engine.step_error import StepError, reason_of_end
 from runtime.endings import refusal_of_calls
 from runtime.errors import InternalError, PeerLostError, TandemError
 from runtime.logging import get_logger

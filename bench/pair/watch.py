@@ -9,6 +9,7 @@ measured twice, and nothing is asked of an engine loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,12 +56,17 @@ class Watch:
             moment = clock()
             texts = await asyncio.to_thread(lambda: [*map(_read, self._addresses)])
             if all(texts):
-                self.snapshots.append(Snapshot(moment, sum_values(texts)))
+                with contextlib.suppress(ValueError):  # a worker that ends may cut its last answer
+                    self.snapshots.append(Snapshot(moment, sum_values(texts)))
             await asyncio.sleep(max(0.0, moment + INTERVAL_S - clock()))
 
 
 def sum_values(texts: Iterable[str]) -> dict[str, float]:
-    """Every sample of several expositions by its name, with its status if it has one, summed."""
+    """Every sample of several expositions by its name, with its status if it has one, summed.
+
+    Raises:
+        ValueError: one of them is none.
+    """
     values: defaultdict[str, float] = defaultdict(float)
     for text in texts:
         for family in text_string_to_metric_families(text):
@@ -146,7 +152,7 @@ def _read(address: str) -> str:
     connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_S)
     try:
         connection.request("GET", "/metrics")
-        return connection.getresponse().read().decode()
+        return connection.getresponse().read().decode(errors="replace")
     except (OSError, http.client.HTTPException):
         return ""
     finally:

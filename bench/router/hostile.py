@@ -17,7 +17,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bench.router.load import HOST, Router, percentile
@@ -117,6 +117,8 @@ def hostile_body(kind: str, model: str) -> bytes:
     if kind in texts:
         messages = [{"role": "user", "content": texts[kind]()}]
         return post("/v1/chat/completions", {"model": model, "messages": messages}, close=False)
+    if kind == "tokenize":
+        return post("/tokenize", {"model": model, "prompt": texts["control"]()}, close=False)
     values = {"lists": "[]", "numbers": "1", "messages": '{"role":"user","content":"x"}'}
     one = values[kind]
     many = ",".join([one] * (BODY_BYTES // (len(one) + 1)))
@@ -125,7 +127,7 @@ def hostile_body(kind: str, model: str) -> bytes:
     return head.encode() + data
 
 
-BODIES = ("control", "angles", "prose", "fitting", "lists", "numbers", "messages")
+BODIES = ("control", "tokenize", "angles", "prose", "fitting", "lists", "numbers", "messages")
 
 
 async def post_without_pause(port: int, request: bytes) -> None:
@@ -220,27 +222,35 @@ async def burst(router: Router) -> str:
     return f"{NUM_BURST} requests at once: {served} x 200 in {loop.time() - began:.1f} s"
 
 
-async def rows(router: Router, seconds: float) -> AsyncIterator[str]:
-    """The table, line by line."""
+async def rows(router: Router, seconds: float, kinds: Sequence[str]) -> AsyncIterator[str]:
+    """The table, line by line; with bodies of these ``kinds``, or with all attacks where none."""
     yield HEADER
     await feel(router, 1.0)
     yield (await feel(router, seconds)).row("idle")
-    yield await many_choices(router)
-    for kind in BODIES:
+    for kind in kinds or BODIES:
         with attack(router, kind):
             yield (await feel(router, seconds)).row(f"8 MiB bodies without pause: {kind}")
+    if kinds:
+        yield (await feel(router, seconds)).row("idle again")
+    else:
+        async for row in _other_rows(router, seconds):
+            yield row
+    yield f"cores: {len(os.sched_getaffinity(0))}, load {os.getloadavg()[0]:.1f}"
+
+
+async def _other_rows(router: Router, seconds: float) -> AsyncIterator[str]:
+    yield await many_choices(router)
     with attack(router, "sockets"):
         name = f"{NUM_SILENT} never read, {NUM_DRIPPING} drip"
         yield (await feel(router, seconds)).row(name)
     yield await burst(router)
     lines = router.log.read_text(encoding="utf-8", errors="replace").splitlines()
     yield f"leases lost: {sum(LEASE_LOST in line for line in lines)}"
-    yield f"cores: {len(os.sched_getaffinity(0))}, load {os.getloadavg()[0]:.1f}"
 
 
-async def measure(router: Router, seconds: float) -> None:
+async def measure(router: Router, seconds: float, kinds: Sequence[str]) -> None:
     """Print the table as it comes."""
-    async for row in rows(router, seconds):
+    async for row in rows(router, seconds, kinds):
         print(row, flush=True)
 
 
@@ -250,6 +260,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the decode rank")
     parser.add_argument("--context", type=int, default=0, help="tokens that the model claims")
+    parser.add_argument(
+        "--bodies", nargs="+", choices=BODIES, default=(), help="these attacks alone"
+    )
     parser.add_argument("--attack", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -260,7 +273,7 @@ def main() -> int:
         asyncio.run(run_attack(options.port, options.model, options.attack))
         return 0
     with running_router(options.step_ms, context=options.context) as router:
-        asyncio.run(measure(router, options.seconds))
+        asyncio.run(measure(router, options.seconds, options.bodies))
     return 0
 
 

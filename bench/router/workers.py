@@ -107,10 +107,9 @@ class Workers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillServicer):
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
         calls = CallServer(self._credentials)
-        calls.carry(
-            Reserve=CarriedMethod(decode_pb2.ReserveRequest.FromString, self.Reserve),
-            Run=CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run),
-        )
+        reserve = CarriedMethod(decode_pb2.ReserveRequest.FromString, self.Reserve)
+        calls.carry("Decode", Reserve=reserve)
+        calls.carry("Prefill", Run=CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run))
         address = f"{HOST}:{bind_port(server, Listen(bind=HOST), self._credentials)}"
         await server.start()
         calls_address = f"{HOST}:{calls.start(Listen(bind=HOST))}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploy.commands.common import add_command
 from deploy.errors import WrongArgumentError
+from runtime.roles import Role
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
@@ -19,6 +20,7 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 _FOLDER = "/etc/tandem"
 _EXAMPLES = """
 tandem certificates --hosts 10.0.0.1,10.0.0.2 --out tls
+tandem certificates --hosts 10.0.0.1 --role prefill --out tls
 tandem certificates --hosts 10.0.0.3 --out tls              # one more, of the same authority
 tandem certificates --hosts 10.0.0.1 --also llm.example --out tls
 """
@@ -48,6 +50,14 @@ def add_parser(commands: Subparsers) -> None:
         metavar="NAME",
         help="a name or address that each of them has, too, such as that of a load balancer",
     )
+    parser.add_argument(
+        *("--role",),
+        action="append",
+        choices=[role.value for role in Role],
+        default=[],
+        dest="roles",
+        help="processes of this role alone can use them, as often as you like (default: all)",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if need be")
     parser.add_argument(
         *("--days",), type=int, default=_DAYS, metavar="N", help="they are good for (%(default)d)"
@@ -64,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.days < 1:
         raise WrongArgumentError(f"--days {arguments.days}: no time at all. Fix: 1 or more")
     folder: Path = arguments.out
+    roles = tuple(map(Role, arguments.roles))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         authority = Authority.read(folder)
@@ -73,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             authority.save(folder)
         for host in hosts:
             names = tuple(dict.fromkeys((host, *also, *_LOCAL)))
-            make_certificates(folder / host, names, authority, days=arguments.days)
+            make_certificates(folder / host, names, authority, days=arguments.days, roles=roles)
     except OSError as error:
         raise WrongArgumentError(
             f"--out {folder}: {error.strerror}. Fix: a folder that you may write to"

@@ -13,6 +13,7 @@ from runtime.config_file import load_config, with_settings
 from runtime.errors import ConfigError
 from runtime.hub_model import HubModel
 from runtime.net import Credentials
+from runtime.roles import Role
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -151,4 +152,4 @@ def run_credentials(run_dir: RunDir) -> Credentials:
         ConfigError: its configuration or certificates cannot be read.
     """
     tls = load_config(run_dir.config_path).tls.files
-    return Credentials(secret=run_dir.read_secret(), tls=tls)
+    return Credentials(secret=run_dir.read_secret(), tls=tls, role=Role.CONTROLLER)

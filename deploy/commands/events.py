@@ -85,5 +85,6 @@ def _show(event: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(event), flush=True)
         return
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event["time"]))
-    by = f"  by {event['who']}" if event["who"] else ""
+    where = f" from {event['source']}" if event["source"] else ""
+    by = f"  by {event['who']}{where}" if event["who"] else ""
     print(f"{stamp}  {event['kind']:<10} {event['instance']:<12} {event['text']}{by}", flush=True)

@@ -44,7 +44,8 @@ def run_operation(arguments: argparse.Namespace, make_call: Callable[[Any, str],
     run_dir = chosen_run_dir(arguments)
     state = running_state(run_dir)
     credentials = run_credentials(run_dir)
-    from deploy.control.client import follow, who
+    from deploy.control.client import follow
+    from deploy.control.events import who
 
     shown = _Shown(as_json=arguments.json)
     try:

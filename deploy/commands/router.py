@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from runtime.config_file import cluster_credentials, dump_config, load_config, secret_variables
 from runtime.errors import ConfigError
+from runtime.roles import Role
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Be the router until told to stop."""
     config = _resolve(arguments)
     # The file that the router reads has no secret in it.
-    os.environ.update(secret_variables(cluster_credentials(config)))
+    os.environ.update(secret_variables(cluster_credentials(config, Role.ROUTER)))
     from router.__main__ import main
 
     with tempfile.TemporaryDirectory(prefix="tandem-router-") as folder:

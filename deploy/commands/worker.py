@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from runtime.config_file import cluster_credentials, dump_config, load_config
 from runtime.net import Listen
+from runtime.roles import Role as Callee
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         config = with_drafts_decided(config)
     place, health = _place_of(arguments, config)
-    credentials = cluster_credentials(config)
+    credentials = cluster_credentials(config, Callee(arguments.role))
     with tempfile.TemporaryDirectory(prefix="tandem-worker-") as folder:
         config_path = Path(folder) / "config.toml"
         plans = plan_ranks(place, config, config_path, credentials)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +35,7 @@ from deploy.instance import Instance
 from deploy.plan import Role, num_devices_needed, plan_instances
 from runtime.config import ClusterConfig
 from runtime.config_file import parse_config
+from runtime.parsing import parse_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +172,8 @@ def _application(
 
 def _read(fleet: Fleet, text: str) -> ClusterConfig:
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(text)
+    except ValueError as error:
         raise WrongArgumentError(f"no valid TOML: {error}. Fix: mend that line") from error
     folder = fleet.context.config_path.parent / "tls"
     return resolved_like(parse_config(table), fleet.context.config, folder)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -19,6 +17,7 @@ from deploy.errors import ClusterError, RefusedError, WrongArgumentError
 from deploy.state import ClusterState
 from runtime.net import Credentials
 from runtime.pb import controller_pb2_grpc
+from runtime.roles import Role
 from runtime.rpc import open_channel
 
 Call = Callable[[Any], Any]
@@ -28,15 +27,6 @@ _ERRORS: dict[grpc.StatusCode, type[ClusterError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: WrongArgumentError,
     grpc.StatusCode.FAILED_PRECONDITION: RefusedError,
 }
-
-
-def who() -> str:
-    """Who runs this command, for the record of events."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, in a container
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}"
 
 
 def controller_address(state: ClusterState) -> str:
@@ -71,7 +61,7 @@ def follow(
 
 
 async def _answers(address: str, credentials: Credentials, call: Call) -> AsyncIterator[Any]:
-    channel = open_channel(address, credentials)
+    channel = open_channel(address, credentials, Role.CONTROLLER)
     try:
         with asked_of(address):
             async for message in call(controller_pb2_grpc.ControllerStub(channel)):

@@ -1,7 +1,8 @@
 """What happened to a cluster and who asked for it: a ring in memory, JSON lines on disk.
 
-The file outlives the run, so that `tandem events` can tell what became of a cluster that is gone;
-whoever opens it keeps its newest lines. One event loop owns an ``EventLog``.
+The file outlives the run, so that `tandem events` can tell what became of a cluster that is gone.
+It only grows: each line is appended by itself, to whatever has the name at that moment, so that who
+runs the cluster can put it away by renaming it. One event loop owns an ``EventLog``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import getpass
 import json
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
@@ -22,7 +26,9 @@ from runtime.logging import fields, get_logger
 logger = get_logger(__name__)
 
 MOST_EVENTS = 4096
-"""In memory, and in the file when it is opened."""
+"""In memory, and read of the file when it is opened."""
+_TAIL_BYTES = 4 * 2**20
+"""Read of the end of a file, however long it is: more than its newest events have."""
 
 
 class EventKind(enum.StrEnum):
@@ -37,6 +43,8 @@ class EventKind(enum.StrEnum):
     APPLY = "apply"
     DONE = "done"
     FAILED = "failed"
+    REFUSED = "refused"
+    KEYS = "keys"
     DEATH = "death"
     RESTARTED = "restarted"
     JOINED = "joined"
@@ -55,7 +63,9 @@ class Event:
     """Seconds since 1970."""
     kind: EventKind
     who: str = ""
-    """Who asked for it, as user@host; empty: the cluster itself."""
+    """Who asked for it, as user@host, by their own word; empty: the cluster itself."""
+    source: str = ""
+    """From where, as the connection had it."""
     instance: str = ""
     text: str = ""
 
@@ -84,17 +94,28 @@ class EventLog:
         self._num_seen = 0
         self._changed = asyncio.Event()
         if path is not None:
-            self._adopt(path)
+            self._ring.extend(read_events(path))
+            self._num_seen = len(self._ring)
 
-    def add(self, kind: EventKind, text: str, *, who: str = "", instance: str = "") -> None:
-        """Note that something happened just now."""
-        event = Event(time=time.time(), kind=kind, who=who, instance=instance, text=text)
+    def add(
+        self, kind: EventKind, text: str, *, who: str = "", source: str = "", instance: str = ""
+    ) -> str:
+        """Note that something happened just now; why it could not be written, empty: it was."""
+        event = Event(
+            time=time.time(), kind=kind, who=who, source=source, instance=instance, text=text
+        )
         self._ring.append(event)
         self._num_seen += 1
         self._changed.set()
         self._changed = asyncio.Event()
-        if self._path is not None:
-            self._write(self._path, event)
+        try:
+            if self._path is not None:
+                append_event(self._path, event)
+        except OSError as error:
+            # A full disk must not stop the cluster; the ring still knows.
+            logger.error("an event is not on record %s", fields(path=self._path, error=error))
+            return f"{self._path}: {error.strerror or error}"
+        return ""
 
     def newest(self, most: int = 0) -> list[Event]:
         """The newest ``most`` events, oldest first; 0: all that are remembered."""
@@ -115,33 +136,45 @@ class EventLog:
             if seen == self._num_seen:
                 await changed.wait()
 
-    def _adopt(self, path: Path) -> None:
-        former = read_events(path)
-        self._ring.extend(former)
-        self._num_seen = len(self._ring)
-        with contextlib.suppress(OSError):
-            lines = "".join(f"{event.to_json()}\n" for event in self._ring)
-            temporary = path.with_name(f".{path.name}")
-            temporary.write_text(lines, encoding="utf-8")
-            temporary.replace(path)
 
-    def _write(self, path: Path, event: Event) -> None:
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(event.to_json() + "\n")
-        except OSError as error:
-            # A full disk must not stop the cluster; the ring still knows.
-            logger.warning("cannot write %s", fields(path=path, error=error))
+def who() -> str:
+    """Who runs this command, for the record of events."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, in a container
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
 
 
-def read_events(path: Path, most: int = MOST_EVENTS) -> list[Event]:
+def append_event(path: Path, event: Event) -> None:
+    """Write one line at the end of a file that only grows; of its user alone, where it is new.
+
+    Raises:
+        OSError: it is not there, or not whole.
+    """
+    line = f"{event.to_json()}\n".encode()
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = b"\n" + line  # the line before was torn by a full disk
+        if os.write(descriptor, line) != len(line):
+            raise OSError("the disk took only a part of a line")
+    finally:
+        os.close(descriptor)
+
+
+def read_events(path: Path) -> list[Event]:
     """The newest events in a file, oldest first; a line that is none is passed over."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with path.open("rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(begin)
+            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
     events = []
-    for line in lines[-most:] if most else lines:
+    for line in lines[-MOST_EVENTS:]:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             events.append(Event.from_json(line))
     return events

@@ -29,6 +29,8 @@ class Request:
     who: str
     roles: frozenset[Role]
     """Whose instances it may touch."""
+    source: str = ""
+    """From where the call came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +146,21 @@ class OperationDesk:
         """
         self.check_free(request.roles)
         operation = Operation(request)
-        self._events.add(request.kind, request.what, who=request.who)
+        failure = self._events.add(
+            request.kind, request.what, who=request.who, source=request.source
+        )
+        if failure:
+            operation.tell(f"is not on record: {failure}")
         logger.info("operation %s", fields(what=request.what, who=request.who))
         task = asyncio.create_task(self._carry_out(operation, work), name=request.what)
         self._running[task] = operation
         task.add_done_callback(self._running.pop)
         return operation
+
+    def note_refusal(self, what: str, who: str, source: str, reason: str) -> str:
+        """Put on record what was not begun; why it could not be, empty: it was."""
+        text = f"{what}: {reason.partition(chr(10))[0]}"
+        return self._events.add(EventKind.REFUSED, text, who=who, source=source)
 
     async def close(self) -> None:
         """End what runs: the cluster stops."""
@@ -176,10 +187,12 @@ class OperationDesk:
             self._conclude(operation, ok=True, message=message)
 
     def _conclude(self, operation: Operation, *, ok: bool, message: str) -> None:
-        operation.end(ok=ok, message=message)
         request = operation.request
         kind = EventKind.DONE if ok else EventKind.FAILED
         text = f"{request.what}: {message.partition(chr(10))[0]}"
-        self._events.add(kind, text, who=request.who)
+        failure = self._events.add(kind, text, who=request.who, source=request.source)
+        if failure:
+            message += f"\nIts end is not on record: {failure}"
+        operation.end(ok=ok, message=message)
         log = logger.info if ok else logger.warning
         log("%s", text)

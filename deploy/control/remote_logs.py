@@ -15,6 +15,7 @@ from deploy.log_reader import MAX_CHUNK_BYTES, LogChunk, whole_lines
 from deploy.state import ClusterState
 from runtime.net import Credentials
 from runtime.pb import controller_pb2, controller_pb2_grpc
+from runtime.roles import Role
 from runtime.rpc import open_channel
 
 _FIRST_TAIL_BYTES = 64 << 10
@@ -78,7 +79,7 @@ class RemoteLogs:
     async def _ask(self, request: controller_pb2.ReadLogRequest) -> controller_pb2.ReadLogResponse:
         address = controller_address(self._state)
         if self._channel is None:
-            self._channel = open_channel(address, self._credentials)
+            self._channel = open_channel(address, self._credentials, Role.CONTROLLER)
         with asked_of(address):
             answer: controller_pb2.ReadLogResponse = await controller_pb2_grpc.ControllerStub(
                 self._channel

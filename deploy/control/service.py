@@ -6,6 +6,7 @@ Importing it loads gRPC, so it is imported when Ray's daemons run.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Prepare = Callable[[], Awaitable[Prepared]]
-
+Asked = pb.ScaleRequest | pb.DrainInstanceRequest | pb.RestartRequest | pb.ApplyRequest
 
 _MOST_LOG_BYTES = 256 * 1024
 
@@ -65,7 +66,7 @@ class ControllerService(controller_pb2_grpc.ControllerServicer):
                 ),
             )
 
-        async for update in self._carry_out(prepare, context, dry_run=request.dry_run):
+        async for update in self._carry_out(f"scale {request.role}", request, prepare, context):
             yield update
 
     async def Drain(
@@ -76,7 +77,7 @@ class ControllerService(controller_pb2_grpc.ControllerServicer):
         async def prepare() -> Prepared:
             return prepare_drain(self._fleet, request.instance, request.deadline_s, request.who)
 
-        async for update in self._carry_out(prepare, context):
+        async for update in self._carry_out(f"drain {request.instance}", request, prepare, context):
             yield update
 
     async def Restart(
@@ -98,7 +99,7 @@ class ControllerService(controller_pb2_grpc.ControllerServicer):
                 ),
             )
 
-        async for update in self._carry_out(prepare, context, dry_run=request.dry_run):
+        async for update in self._carry_out(f"restart {request.target}", request, prepare, context):
             yield update
 
     async def Apply(
@@ -118,7 +119,7 @@ class ControllerService(controller_pb2_grpc.ControllerServicer):
                 ),
             )
 
-        async for update in self._carry_out(prepare, context, dry_run=request.dry_run):
+        async for update in self._carry_out("apply", request, prepare, context):
             yield update
 
     async def Events(self, request: pb.EventsRequest, context: Context) -> AsyncIterator[pb.Event]:
@@ -143,19 +144,26 @@ class ControllerService(controller_pb2_grpc.ControllerServicer):
         return pb.ReadLogResponse(data=piece.data, offset=piece.offset)
 
     async def _carry_out(
-        self, prepare: Prepare, context: Context, *, dry_run: bool = False
+        self, what: str, asked: Asked, prepare: Prepare, context: Context
     ) -> AsyncIterator[pb.OperationUpdate]:
         operation = None
+        dry_run = not isinstance(asked, pb.DrainInstanceRequest) and asked.dry_run
         try:
             # What is planned must still be true when it begins.
             async with self._preparing:
                 prepared = await prepare()
                 if not dry_run:
-                    operation = self._desk.begin(prepared.request, prepared.work)
-        except (WrongArgumentError, ConfigError) as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except ClusterError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+                    request = dataclasses.replace(prepared.request, source=context.peer())
+                    operation = self._desk.begin(request, prepared.work)
+        except (ConfigError, ClusterError) as error:
+            is_wrong = isinstance(error, WrongArgumentError | ConfigError)
+            text = str(error)
+            if not dry_run:
+                failure = self._desk.note_refusal(what, asked.who, context.peer(), text)
+                text += f"\nThis is not on record: {failure}" if failure else ""
+            status = grpc.StatusCode
+            code = status.INVALID_ARGUMENT if is_wrong else status.FAILED_PRECONDITION
+            await context.abort(code, text)
         yield pb.OperationUpdate(time=time.time(), plan=_plan(prepared.plan))
         if operation is not None:
             async for update in operation.follow():
@@ -244,6 +252,7 @@ def _event(event: Event) -> pb.Event:
         time=event.time,
         kind=event.kind.value,
         who=event.who,
+        source=event.source,
         instance=event.instance,
         text=event.text,
     )

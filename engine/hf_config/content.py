@@ -1,9 +1,9 @@
 """The `config.json` of a checkpoint folder, as it stands there."""
 
-import json
 from pathlib import Path
 
 from runtime.errors import ConfigError
+from runtime.parsing import parse_json
 
 
 def read_content(path: str | Path) -> dict[str, object]:
@@ -14,7 +14,7 @@ def read_content(path: str | Path) -> dict[str, object]:
     """
     file = Path(path) / "config.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             "model.path",
@@ -22,7 +22,7 @@ def read_content(path: str | Path) -> dict[str, object]:
             f"cannot read {file.name} ({error.strerror})",
             "point it to a checkpoint folder that holds config.json and *.safetensors",
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(
             "model.path", str(path), f"{file.name} is not JSON: {error}", "download it again"
         ) from error

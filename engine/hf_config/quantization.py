@@ -46,7 +46,7 @@ class ModulePatterns:
             # A name matches up to a border: "mlp.gate" is not "mlp.gate_proj".
             starts = "|".join(self._ends)
             self._starts = re.compile(rf"(?:{starts})(?:(?<=\.)|(?=\.|$))")
-        except re.error as error:
+        except (re.error, OverflowError) as error:
             raise ValueError(f"no names of modules: {error}") from error
 
     def __bool__(self) -> bool:

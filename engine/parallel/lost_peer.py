@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch.distributed import DistBackendError
 
-from runtime.errors import InternalError, PeerLostError, TandemError
+from runtime.errors import PeerLostError
 
 _TRAPPED = "unspecified launch failure"
 
@@ -30,14 +30,3 @@ def as_lost_peer(error: BaseException) -> PeerLostError | None:
         reason = str(error).partition("\n")[0]
         return PeerLostError(f"a kernel gave up, as it does when another rank is lost: {reason}")
     return None
-
-
-def reason_of_end(error: BaseException, *, in_group: bool) -> TandemError:
-    """Return why an engine loop ends, from what was raised in it.
-
-    Args:
-        error: of a step, of the meeting before it, or of anything between two steps.
-        in_group: the rank's steps wait for other ranks.
-    """
-    lost = as_lost_peer(error) if in_group or isinstance(error, PeerLostError) else None
-    return lost or InternalError(f"{type(error).__name__}: {error}")

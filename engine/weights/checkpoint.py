@@ -5,7 +5,6 @@ quantised weights come out as float32. The key idea for FP8: a part that does no
 block borders is read enlarged to them, dequantised with its scales, and cut.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from engine.hf_config.quantization import SECTION, UNQUANTIZED
 from engine.weights.fp8 import dequantize_block
 from runtime.errors import InternalError
+from runtime.parsing import parse_json
 
 INDEX: Final = "model.safetensors.index.json"
 _SCALE_SUFFIX: Final = "_scale_inv"
@@ -230,9 +230,13 @@ def tensor_names(path: str | Path) -> frozenset[str]:
 def _read_index(path: Path) -> dict[str, str]:
     index = path / INDEX
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError) as error:
+        weight_map = dict(parse_json(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"is not an index of safetensors: {error!r}", file=index) from error
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            problem = f"the index says {file!r}, which is no file's name"
+            raise CheckpointError(problem, file=index, tensor=str(name))
     return weight_map
 
 

@@ -23,6 +23,8 @@ from kv_transfer.transports.sockets import ByteSocket, open_listener
 from kv_transfer.transports.tls import TlsSocket
 from runtime.budget import Budget, BudgetKind
 from runtime.logging import get_logger
+from runtime.net import roles_of_peer
+from runtime.roles import refusal
 from runtime.sockets import tune
 
 MAX_STRANGERS = 64
@@ -168,7 +170,7 @@ class Door:
         try:
             tune(sock)
             connection.settimeout(None)
-            reason = self._welcome(connection, hello)
+            reason = _refusal(sock) or self._welcome(connection, hello)
         except OSError as error:
             _log.debug("connection of %r ends: %s", hello.sender, error)
             sock.close()
@@ -207,3 +209,10 @@ class Door:
     def _forget(self, stranger: _Stranger) -> None:
         self._selector.unregister(stranger.sock)
         del self._strangers[stranger.sock]
+
+
+def _refusal(sock: socket.socket) -> str:
+    """Why the certificate of who connects is not for this; empty: it is, or none is asked for."""
+    if not isinstance(sock, ssl.SSLSocket) or sock.context.verify_mode is ssl.CERT_NONE:
+        return ""
+    return refusal("Kv", "connect", roles_of_peer(sock.getpeercert()))

@@ -12,7 +12,7 @@ import orjson
 
 from router.errors import RequestError
 from router.http.response import Prompt
-from router.http.schema import ChatRequest
+from router.http.schema import ChatRequest, check_depth
 from router.model import ServedModel
 from router.text.call_history import CallHistory
 from router.text.message import MessageReader
@@ -61,6 +61,7 @@ def _object(path: str, text: str) -> dict[str, Any]:
         value = orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
         value = None
+    check_depth(path, value)
     if not isinstance(value, dict):
         raise RequestError(
             f"{path} = {text[:80]!r} is no JSON object, and the model's chat template reads "

@@ -160,17 +160,13 @@ class OpenAIEndpoints:
         serving = self._serving
         with serving.backends.body() as held:
             call = await self._receive(request, parse, check, held, received)
-            readiness = call.backend.readiness
-            if not readiness.was_ready:
-                missing = ", ".join(readiness.missing())
-                raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
             if call.use is None and call.rules is None:
                 return await answer(call)
-            num_tokens = tokens_asked_for(call.body, call.num_bytes, call.num_choices)
-            async with serving.gate.admit(request, num_tokens):
+            asked = tokens_asked_for(call.body, call.num_bytes, call.num_choices)
+            async with serving.gate.admit(request, *asked):
                 if call.rules is not None:
                     limit = earliest(limits_from_arrival(serving.section, received))
-                    made = await call.rules.compile(call.backend.compilers, limit)
+                    made = await call.rules.compile(call.backend.compilers, limit, call.use)
                     call = replace(call, compiled=made)
                 return await answer(call)
 
@@ -184,19 +180,20 @@ class OpenAIEndpoints:
     ) -> Call[RequestT]:
         """The body of ``request``, read and checked; ``check`` says how many prompts it holds.
 
-        All that can be refused without a tokenizer is refused here.
+        All that can be refused without a tokenizer is refused here, and all while a cluster starts.
         """
         serving, section = self._serving, self._serving.section
         raw = await read_body(
             request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
         )
 
+        use = use_of(request)
+
         def checked(_: object) -> Call[RequestT]:
             body = parse(raw)
             backend = backend_for(serving, request, body.model)
             limits = backend.limits()
             refuse_unsupported(body)
-            use = use_of(request) if serving.gate.asks_for_keys else None
             key = None if use is None else use.record
             standing = standing_of(body, serving.tiers, key, max_priority=section.max_priority)
             sampling = sampling_from(body, limits)
@@ -217,7 +214,14 @@ class OpenAIEndpoints:
                 num_bytes=len(raw),
             )
 
-        return await serving.lanes.run(len(raw), checked)
+        call = await serving.lanes.run(len(raw), checked, use)
+        readiness = call.backend.readiness
+        if readiness.was_ready:
+            return call
+        if not await readiness.first_pair():
+            missing = ", ".join(readiness.missing())
+            raise NotReadyError(f"the cluster is starting: {missing}. Fix: retry in a moment")
+        return await serving.lanes.run(len(raw), checked, use)  # by the limits of its workers
 
     async def _answer(
         self,
@@ -235,7 +239,7 @@ class OpenAIEndpoints:
             standing=call.standing,
             num_bytes=call.held.num_bytes,
         ) as place:
-            prompts = await serving.lanes.run(call.num_bytes, prompts_of)
+            prompts = await serving.lanes.run(call.num_bytes, prompts_of, call.use)
             call.held.release()
             info = _info_of(call)
             mailbox = Mailbox(serving.section.max_mailbox_bytes, lambda: cut_off_reader(call))
@@ -247,6 +251,8 @@ class OpenAIEndpoints:
                 if call.use is not None:
                     call.use.num_prompt_tokens += num_tokens
             generations = [choice.generation for choice in info.choices]
+            if call.use is not None:
+                call.use.generations = generations
             run = RequestRun(backend.pipeline, mailbox, generations, on_ended=place.give_back)
             form = form_of(body, info)
             return await self._respond(call, run, form, info, dialect)
@@ -279,8 +285,6 @@ class OpenAIEndpoints:
                 return await responder.body(call.request_id)
         finally:
             slow.cancel()
-            if call.use is not None:
-                call.use.num_output_tokens += sum(c.generation.num_tokens for c in info.choices)
             if serving.spans is not None:
                 record_request(serving.spans, current_trace(), info, time.monotonic())
             serving.finished.add(info.choices[0].generation, time.time(), call.backend.name)

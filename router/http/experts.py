@@ -20,6 +20,7 @@ from router.errors import RecordingError, RequestError
 from router.http.serving import Serving
 from router.pool.members import Member, Role
 from runtime.errors import ConfigError
+from runtime.roles import Role as Callee
 
 if TYPE_CHECKING:
     from engine.experts.trace import ExpertTrace
@@ -77,7 +78,9 @@ class Asked:
             name, number = member.key.instance, member.key.rank
             is_meant = self.worker in ("", name) and self.model in ("", member.model)
             if member.role is self.role and is_meant:
-                found[name].append(Rank(instance=name, number=number, address=member.address))
+                role = Callee(member.role.value)
+                rank = Rank(instance=name, number=number, address=member.address, role=role)
+                found[name].append(rank)
         if not found:
             named = "".join(f" {name!r}" for name in (self.worker, self.model) if name)
             raise RecordingError(

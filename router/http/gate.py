@@ -8,50 +8,73 @@ cluster's secret, which `tandem` shows. Without keys nothing here does anything.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from aiohttp import web
 
-from router.errors import AuthenticationError, ForbiddenError, RateLimitError
+from router.errors import AuthenticationError, ForbiddenError
 from router.http.access import CONSOLE, right_for
-from router.keys.ledger import Charge, Ledger, Level, LimitKind, Verdict
+from router.http.rate_limits import headers_of, refusal_of
+from router.keys.ledger import CPU_S_OF_REQUEST, Charge, Ledger
 from router.keys.record import KeyRecord, Right, salt_of_tenant
 from router.keys.sessions import Sessions
 from router.keys.source import Keyring, KeySource
 from router.keys.tiers import told_of_unknown, unknown_tiers
 from router.metrics import RouterMetrics
+from router.requests.generation import Generation
 from runtime.logging import get_logger
 from runtime.net import Credentials
-from runtime.tiers import Tiers
+from runtime.roles import Role, accepting_key, refusal
+from runtime.tiers import Standing, Tiers
 
 logger = get_logger(__name__)
 
 ADMITTED = "admitted"
 UNKNOWN = "unknown"
+EXPIRED = "expired"
 SESSION_COOKIE = "tandem_console"
 _FIX = "send `Authorization: Bearer KEY` with a key of this server (`tandem keys add`)"
-_LIMITS = {
-    LimitKind.REQUESTS: "requests a minute",
-    LimitKind.TOKENS: "tokens a minute",
-    LimitKind.CONCURRENCY: "requests at once",
-}
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class KeyUse:
     """One request's key, and what the request has used."""
 
     record: KeyRecord
+    on_cpu: Callable[[KeyRecord, float], None]
+    """Told of seconds of CPU that the router has spent on the request."""
     outcome: str = ADMITTED
     """Why it was refused, else that it was not."""
     num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
+    generations: Sequence[Generation] = ()
+    num_taken: int = 0
+    """Tokens that the key's bucket has given for it so far."""
     headers: dict[str, str] = field(default_factory=dict)
     """That tell the client what it has left."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all choices, so far."""
+        return sum(generation.num_tokens for generation in self.generations)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompts and outputs, so far."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def standing(self) -> Standing:
+        """Among requests whose bodies are not read yet."""
+        return Standing(tenant=self.record.tenant)
+
+    def pay(self, cpu_s: float) -> None:
+        """The router has spent ``cpu_s`` seconds of CPU on it; maybe after it has ended."""
+        self.on_cpu(self.record, cpu_s)
 
 
 KEY_USE: web.RequestKey[KeyUse] = web.RequestKey("key_use", KeyUse)
@@ -79,24 +102,55 @@ class Gate:
         self._told_of: Keyring | None = None
         self._credentials = credentials
         self._metrics_are_open = metrics_are_open
-        self._sessions = Sessions(credentials.secret, time.time)
+        shared = Path(metrics.shared_dir) if metrics.shared_dir else None
+        key = accepting_key(credentials.secret, Role.ROUTER)
+        self._sessions = Sessions(key, time.time, shared)
         self._ledger = ledger
         self._metrics = metrics
         self._holder = holder_of(os.getpid())
-        self.follow()
+        self._running: set[KeyUse] = set()
+        """Of keys whose tokens are limited."""
+        self._cpu_s: defaultdict[str, float] = defaultdict(float)
+        """By key, since the last tick."""
+        self._follow()
         if source is not None and not source.current().num_operators:
             logger.info(
                 "no key has the right operations: the console is closed "
                 "(`tandem keys add NAME --right operations` opens it)"
             )
 
-    def follow(self) -> None:
-        """Look whether the file of keys has changed; call it now and then."""
+    def tick(self) -> None:
+        """Charge what has been used since, and look at the file of keys; call it now and then."""
+        more: Counter[str] = Counter()
+        for use in self._running:
+            num_more = use.num_tokens - use.num_taken
+            if num_more > 0:
+                use.num_taken += num_more
+                more[use.record.name] += num_more
+        for name, num_tokens in more.items():
+            self._ledger.spend(name, num_tokens=num_tokens)
+        for name, cpu_s in self._cpu_s.items():
+            self._metrics.count_key_cpu(name, cpu_s)
+        self._cpu_s.clear()
+        self._follow()
+
+    def _spent_cpu(self, record: KeyRecord, cpu_s: float) -> None:
+        self._cpu_s[record.name] += cpu_s
+        num_requests = cpu_s / CPU_S_OF_REQUEST - 1.0
+        if num_requests > 0 and record.limits.requests_per_minute:
+            self._ledger.spend(record.name, num_requests=num_requests)
+
+    def _follow(self) -> None:
+        """Look whether the file of keys has changed."""
         if self._source is None:
             return
         keys = self._source.current()
         self._metrics.set_keys(len(keys), is_stale=self._source.is_stale)
         if keys is not self._told_of:
+            if self._told_of is not None:
+                logger.info(
+                    "the list of API keys has changed %s", keys.changed_since(self._told_of)
+                )
             self._told_of = keys
             self._tell_of_unknown_tiers(keys)
 
@@ -136,7 +190,13 @@ class Gate:
             is_unknown = bool(_key_of(request))
             problem = "the API key is not known here" if is_unknown else "an API key is needed"
             raise AuthenticationError(f"{problem}. Fix: {_FIX}")
-        request[KEY_USE] = use = KeyUse(record=record)
+        request[KEY_USE] = use = KeyUse(record=record, on_cpu=self._spent_cpu)
+        if record.has_expired(time.time()):
+            use.outcome = EXPIRED
+            self._metrics.count_key_request(record.name, use.outcome)
+            raise AuthenticationError(
+                f"the API key {record.name!r} expired at {record.end}. Fix: a key that has not"
+            )
         if not record.may(right):
             use.outcome = "right"
             self._metrics.count_key_request(record.name, use.outcome)
@@ -152,17 +212,32 @@ class Gate:
         if self._source is None or self._has_secret(request, Right.OPERATIONS):
             return True
         record = self._owner_of(request)
-        return record is not None and record.may(Right.OPERATIONS)
+        if record is None or record.has_expired(time.time()):
+            return False
+        return record.may(Right.OPERATIONS)
 
-    def sign_in(self, key: str) -> str | None:
-        """A session for the owner of ``key``; None: it is nobody's, or may not look."""
+    def sign_in(self, key: str) -> tuple[str, str]:
+        """A session for the owner of ``key``, and why there is none: EXPIRED, UNKNOWN, "right"."""
         record = self._source.current().find(key) if self._source is not None else None
-        if record is None or not record.may(Right.OPERATIONS):
-            name, outcome = ("", UNKNOWN) if record is None else (record.name, "right")
-            self._metrics.count_key_request(name, outcome)
-            logger.info("key=%s verdict=%s sign-in to the console refused", name or "-", outcome)
-            return None
-        return self._sessions.begin(record)
+        outcome = ""
+        if record is None:
+            outcome = UNKNOWN
+        elif record.has_expired(time.time()):
+            outcome = EXPIRED
+        elif not record.may(Right.OPERATIONS):
+            outcome = "right"
+        if record is not None and not outcome:
+            return self._sessions.begin(record), ""
+        name = record.name if record is not None else ""
+        self._metrics.count_key_request(name, outcome)
+        logger.info("key=%s verdict=%s sign-in to the console refused", name or "-", outcome)
+        return "", outcome
+
+    def sign_out(self, request: web.Request) -> None:
+        """End the session of ``request``, if it has one."""
+        if self._source is not None:
+            session = request.cookies.get(SESSION_COOKIE, "")
+            self._sessions.end(session, self._source.current())
 
     def _owner_of(self, request: web.Request) -> KeyRecord | None:
         assert self._source is not None
@@ -177,7 +252,8 @@ class Gate:
     def _has_secret(self, request: web.Request, right: Right) -> bool:
         key = _key_of(request)
         is_for_people = right is not Right.INFERENCE
-        return is_for_people and bool(key) and self._credentials.accepts(_bytes_of(key))
+        roles = self._credentials.roles_of(_bytes_of(key)) if is_for_people and key else frozenset()
+        return not refusal("Http", "look", roles)
 
     def check_model(self, request: web.Request, names: Sequence[str]) -> None:
         """Refuse a model, of these ``names``, that the request's key may not use.
@@ -201,10 +277,14 @@ class Gate:
         )
 
     @contextlib.asynccontextmanager
-    async def admit(self, request: web.Request, num_tokens: int) -> AsyncIterator[None]:
+    async def admit(
+        self, request: web.Request, num_tokens: int = 0, num_open: int = 0
+    ) -> AsyncIterator[None]:
         """Hold a place among the requests of the key, which is taken for ``num_tokens``.
 
-        What it really used, as the request's ``KeyUse`` says at the end, is charged then.
+        ``num_open`` of its choices may be as long as they like. What it really uses, as the
+        request's ``KeyUse`` says, is charged while it runs and at the end. Whoever asks for no
+        token needs none to be left.
 
         Raises:
             RateLimitError: the key has used up one of its limits.
@@ -214,21 +294,27 @@ class Gate:
             yield
             return
         record, metrics = use.record, self._metrics
-        charge = Charge(name=record.name, holder=self._holder, num_tokens=num_tokens)
+        charge = Charge(
+            name=record.name, holder=self._holder, num_tokens=num_tokens, num_open=num_open
+        )
         is_counted = not record.limits.is_unlimited
         if is_counted:
             verdict = await self._ledger.admit(charge, record.limits)
-            use.headers = _headers_of(verdict)
+            use.headers = headers_of(verdict)
             if verdict.refused_by is not None:
                 use.outcome = verdict.refused_by.value
                 metrics.count_key_request(record.name, use.outcome)
-                raise _refusal(record, verdict.refused_by, verdict, use.headers)
+                raise refusal_of(record, verdict.refused_by, verdict, use.headers)
+            use.num_taken = verdict.num_tokens
+            if record.limits.tokens_per_minute:
+                self._running.add(use)
         metrics.count_key_request(record.name, ADMITTED)
         try:
             yield
         finally:
             if is_counted:
-                self._ledger.settle(charge, use.num_prompt_tokens + use.num_output_tokens)
+                self._running.discard(use)
+                self._ledger.settle(charge, use.num_taken, use.num_tokens, use.num_output_tokens)
             metrics.count_key_tokens(record.name, use.num_prompt_tokens, use.num_output_tokens)
 
     def audit(self, request: web.Request, right: Right, request_id: str, status: int) -> None:
@@ -292,45 +378,3 @@ def _key_of(request: web.Request) -> str:
 
 def _bytes_of(key: str) -> bytes:
     return key.encode(errors="surrogateescape")
-
-
-def _refusal(
-    record: KeyRecord, kind: LimitKind, verdict: Verdict, headers: dict[str, str]
-) -> RateLimitError:
-    most = getattr(record.limits, kind.value)
-    wait_s = verdict.retry_after_s
-    return RateLimitError(
-        f"the key {record.name!r} may have {most} {_LIMITS[kind]} ({kind.value}), and has used "
-        f"them. Fix: retry in {wait_s:.3g} s",
-        headers={
-            **headers,
-            "Retry-After": str(max(1, math.ceil(wait_s))),
-            "retry-after-ms": str(max(1, math.ceil(wait_s * 1000))),
-        },
-    )
-
-
-def _headers_of(verdict: Verdict) -> dict[str, str]:
-    """As OpenAI names them; a limit that the key does not have is left out."""
-    headers: dict[str, str] = {}
-    for name, level in (("requests", verdict.requests), ("tokens", verdict.tokens)):
-        if level is not None:
-            headers |= _headers_of_level(name, level)
-    return headers
-
-
-def _headers_of_level(name: str, level: Level) -> dict[str, str]:
-    return {
-        f"x-ratelimit-limit-{name}": str(level.limit),
-        f"x-ratelimit-remaining-{name}": str(level.remaining),
-        f"x-ratelimit-reset-{name}": duration_text(level.reset_s),
-    }
-
-
-def duration_text(seconds: float) -> str:
-    """``seconds``, rounded up to a millisecond, as OpenAI writes it: "6m0s", "1.2s", "20ms"."""
-    total_ms = math.ceil(round(seconds * 1000, 6))
-    minutes, rest_ms = divmod(total_ms, 60_000)
-    if minutes:
-        return f"{minutes}m{rest_ms / 1000:g}s"
-    return f"{rest_ms / 1000:g}s" if rest_ms >= 1000 else f"{rest_ms}ms"

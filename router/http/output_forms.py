@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from router.errors import RequestError
-from router.http.schema import GenerationRequest
+from router.http.schema import GenerationRequest, check_depth
 from router.http.schema_forms import MAX_TEXT_BYTES, form_of_schema
 from router.http.structural_tags import structural_form
 from router.text.grammar.forms import Form, by_rules, matching, one_of, text
@@ -128,10 +128,12 @@ def _read(value: object, param: str, what: str) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return orjson.loads(value)
+        found: object = orjson.loads(value)
     except orjson.JSONDecodeError as error:
         problem = f"{param} is no JSON: {error}. Fix: send {what}"
         raise RequestError(problem, param=param) from error
+    check_depth(param, found)
+    return found
 
 
 def _json(value: object, param: str, *, is_compact: bool = True) -> Form:

@@ -30,6 +30,7 @@ from router.text.grammar.forms import (
 )
 from router.text.grammar.schema import Canonical, canonical, objects_of
 from router.text.grammar.schema_errors import SchemaError
+from router.text.lanes import Payer
 from router.text.reasoning import Start
 from runtime.budget import Budget
 from runtime.sampling import OutputConstraint
@@ -73,8 +74,10 @@ class OutputRules:
             with_reasoning(self.form, reasoning, marks, max_tokens=budget),
         ]
 
-    async def compile(self, compilers: Compilers, limit: Budget) -> CompiledRules:
-        """Make the grammars.
+    async def compile(
+        self, compilers: Compilers, limit: Budget, payer: Payer | None = None
+    ) -> CompiledRules:
+        """Make the grammars, for which ``payer`` is asked where they are new.
 
         Raises:
             RequestError: there can be none.
@@ -86,7 +89,7 @@ class OutputRules:
             return CompiledRules(rules=self, grammars=())
         try:
             async with asyncio.timeout_at(limit.until):
-                grammars = await compilers.compile(forms, param=self.param)
+                grammars = await compilers.compile(forms, param=self.param, payer=payer)
         except TimeoutError as error:
             raise limit.error(f"a grammar for {self.param} was being compiled") from error
         return CompiledRules(rules=self, grammars=grammars)

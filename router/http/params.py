@@ -132,8 +132,10 @@ def check_token_ids(ids: Sequence[int], limits: ModelLimits, *, param: str) -> N
         )
 
 
-def tokens_asked_for(request: GenerationRequest, num_bytes: int, num_choices: int) -> int:
-    """What a limit of tokens takes ``request`` for until it has ended.
+def tokens_asked_for(
+    request: GenerationRequest, num_bytes: int, num_choices: int
+) -> tuple[int, int]:
+    """What a limit of tokens takes ``request`` for: tokens, and choices of any length beside them.
 
     The most output that it asks for, if it says so, and a token of prompt for every four of the
     ``num_bytes`` of its body, as prompts are counted only when it has been let in.
@@ -143,7 +145,8 @@ def tokens_asked_for(request: GenerationRequest, num_bytes: int, num_choices: in
         asked = asked if request.max_completion_tokens is None else request.max_completion_tokens
     elif asked is None:
         asked = COMPLETION_MAX_TOKENS
-    return num_bytes // BYTES_PER_TOKEN + num_choices * (asked or 0)
+    num_prompt = num_bytes // BYTES_PER_TOKEN
+    return (num_prompt, num_choices) if asked is None else (num_prompt + num_choices * asked, 0)
 
 
 def _max_tokens(request: GenerationRequest, limits: ModelLimits) -> int:

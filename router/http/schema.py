@@ -188,7 +188,7 @@ def parse_body(body: bytes, request_type: type[RequestT]) -> RequestT:
     for name, value in fields.items():
         # "prompt" has a shape of its own, and perhaps a million ids.
         if isinstance(value, dict | list) and name != "prompt":
-            _check_depth(name, value)
+            check_depth(name, value)
     return validated(fields, request_type)
 
 
@@ -232,7 +232,7 @@ def _children(value: object) -> Iterable[object]:
     return value if isinstance(value, list) else ()
 
 
-def _check_depth(name: str, value: object) -> None:
+def check_depth(name: str, value: object) -> None:
     """Refuse what others walk through by recursion: validation, rendering, JSON in templates."""
     level = [value]
     for _ in range(MAX_DEPTH):

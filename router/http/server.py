@@ -139,7 +139,7 @@ class HttpServer:
             )
             self.metrics.connections.set(len(self._connections))
             self.metrics.texts_pending.set(self._lanes.num_pending)
-            self._gate.follow()
+            self._gate.tick()
             self._recent.tick()
             self._load_lines.tick(self.backends.num_in_flight, self.backends.num_waiting)
             for backend in self.backends:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from router.errors import ForbiddenError, RequestError
 from router.http.schema import GenerationRequest
 from router.keys.record import KeyRecord
@@ -23,7 +25,8 @@ def standing_of(
         ForbiddenError: the key, or who has none, may not have the tier.
     """
     tier = _tier_of(request.service_tier, tiers, key) if tiers else ""
-    return tiers.standing(tier, _priority_of(request.priority, max_priority))
+    standing = tiers.standing(tier, _priority_of(request.priority, max_priority))
+    return standing if key is None else replace(standing, tenant=key.tenant)
 
 
 def _tier_of(asked: str | None, tiers: Tiers, key: KeyRecord | None) -> str:

@@ -1,6 +1,7 @@
 """The tokenizer as endpoints, by the names that several APIs have for it. No worker hears of them.
 
-Bodies are bounded, counted and worked on in threads like those of generation.
+Bodies are bounded, counted and worked on in threads like those of generation, and each is a request
+of its key's limits, for no token.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from aiohttp import web
 
 from router.backend import Backend
 from router.http.body import read_body
+from router.http.gate import use_of
 from router.http.hints import IGNORED_HEADER
 from router.http.messages.request import CountRequest
 from router.http.messages.request import as_chat as chat_of_messages
@@ -108,8 +110,7 @@ class TokenizerEndpoints:
             return await self._answer(request, answer)
 
     async def _answer(self, request: web.Request, answer: Work) -> web.Response:
-        serving = self._serving
-        section = serving.section
+        serving, section, use = self._serving, self._serving.section, use_of(request)
         with serving.backends.body() as held:
             raw = await read_body(
                 request, held, max_bytes=section.max_body_bytes, timeout_s=section.body_timeout_s
@@ -119,8 +120,11 @@ class TokenizerEndpoints:
                 body, ignored = answer(raw, is_abandoned)
                 return orjson.dumps(body), ignored
 
-            data, ignored = await serving.lanes.run(len(raw), work)
-        headers = {IGNORED_HEADER: ", ".join(ignored)} if ignored else {}
+            async with serving.gate.admit(request):
+                data, ignored = await serving.lanes.run(len(raw), work, use)
+        headers = dict(use.headers) if use is not None else {}
+        if ignored:
+            headers[IGNORED_HEADER] = ", ".join(ignored)
         return web.Response(body=data, content_type="application/json", headers=headers)
 
 

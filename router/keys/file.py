@@ -18,12 +18,13 @@ import json
 import os
 import re
 import tempfile
-import tomllib
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 
 from router.keys.record import MAX_KEYS, KeyLimits, KeyRecord, Right, check_name, parse_right
 from runtime.errors import ConfigError
+from runtime.parsing import parse_toml
 
 FIELD = "router.keys_file"
 _LIMITS = tuple(item.name for item in dataclasses.fields(KeyLimits))
@@ -34,7 +35,9 @@ _TYPES: dict[str, type] = {
     "cache_salt": str,
     "tiers": list,
     "tier": str,
+    "expires": datetime,
 } | dict.fromkeys(_LIMITS, int)
+_EXAMPLE_OF_TIME = "2027-01-31T00:00:00Z"
 _HEADER = """\
 # API keys of a Tandem router (router.keys_file), by their SHA-256; read again when it changes.
 # `tandem keys add NAME --file FILE` writes a new one.
@@ -59,8 +62,8 @@ def parse_keys(text: str, source: str) -> tuple[KeyRecord, ...]:
         ConfigError: names the field and the fix.
     """
     try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        table = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(FIELD, source, f"no valid TOML: {error}", "mend that line") from error
     unknown = [name for name in table if name != "keys"]
     keys = table.get("keys")
@@ -138,6 +141,8 @@ def _record(name: str, fields: object) -> KeyRecord:
             raise ConfigError(f"{where}.{key}", "...", "unknown key", fix)
         if type(value) is not expected:
             found, fix = type(value).__name__, f"a value of type {expected.__name__}"
+            if expected is datetime:
+                fix = f"a date with a time and a zone, not quoted: {_EXAMPLE_OF_TIME}"
             raise ConfigError(f"{where}.{key}", "...", f"is a {found}", fix)
     for field in ("models", "tiers"):
         for item in fields.get(field, []):
@@ -154,6 +159,7 @@ def _record(name: str, fields: object) -> KeyRecord:
         tiers=tuple(fields.get("tiers", [])),
         tier=fields.get("tier", ""),
         limits=KeyLimits(**{limit: fields.get(limit, 0) for limit in _LIMITS}),
+        expires=fields.get("expires"),
     )
 
 
@@ -170,6 +176,8 @@ def _table_of(record: KeyRecord) -> str:
         lines.append(f"tiers = [{', '.join(map(_quoted, record.tiers))}]")
     if record.tier:
         lines.append(f"tier = {_quoted(record.tier)}")
+    if record.expires is not None:
+        lines.append(f"expires = {record.end}")
     limits = ((limit, getattr(record.limits, limit)) for limit in _LIMITS)
     lines += [f"{limit} = {value}" for limit, value in limits if value]
     return "\n".join(lines) + "\n"

@@ -13,9 +13,12 @@ import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from runtime.errors import ConfigError
 
+LEAST_OUTPUT = 256
+"""Tokens that an answer of unknown length is taken for at least."""
 PREFIX = "sk-tandem-"
 RANDOM_BYTES = 32
 MAX_KEYS = 1000
@@ -33,6 +36,17 @@ class KeyLimits:
     """Of prompts and outputs together."""
     max_concurrent_requests: int = 0
     """From a request's admission to the end of its answer, queues included."""
+
+    @property
+    def most_at_once(self) -> int:
+        """Requests that may run at once; 0: as many as it likes.
+
+        Where tokens alone are limited: as many as a minute's tokens are answers of LEAST_OUTPUT.
+        All of them may turn out to be long, and the debt is the larger the more there are.
+        """
+        if self.max_concurrent_requests or not self.tokens_per_minute:
+            return self.max_concurrent_requests
+        return max(1, self.tokens_per_minute // LEAST_OUTPUT)
 
     @property
     def is_unlimited(self) -> bool:
@@ -69,6 +83,8 @@ class KeyRecord:
     """Of its requests that name none; empty: the cluster's default, or the last of ``tiers``."""
     limits: KeyLimits = field(default_factory=KeyLimits)
     rights: frozenset[Right] = frozenset({Right.INFERENCE})
+    expires: datetime | None = None
+    """From when on it is good for nothing, with a time zone; None: never."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -85,6 +101,9 @@ class KeyRecord:
             raise ConfigError(
                 f"{where}.tier", self.tier, problem, f"one of {', '.join(self.tiers)}"
             )
+        if self.expires is not None and self.expires.tzinfo is None:
+            problem, fix = "has no time zone", f"{self.expires.isoformat()}Z, if UTC is meant"
+            raise ConfigError(f"{where}.expires", self.expires.isoformat(), problem, fix)
         if not self.rights:
             fix = f"one or more of {', '.join(right.value for right in Right)}"
             raise ConfigError(f"{where}.rights", [], "the key would be good for nothing", fix)
@@ -97,6 +116,17 @@ class KeyRecord:
     def tenant(self) -> str:
         """Whose cached prefixes it uses; never empty."""
         return self.cache_salt or self.name
+
+    def has_expired(self, now: float) -> bool:
+        """Whether it is over at ``now``, in seconds since 1970."""
+        return self.expires is not None and now >= self.expires.timestamp()
+
+    @property
+    def end(self) -> str:
+        """When it expires, in UTC and as RFC 3339 has it; empty: never."""
+        if self.expires is None:
+            return ""
+        return f"{self.expires.astimezone(UTC).replace(tzinfo=None).isoformat()}Z"
 
     def may(self, right: Right) -> bool:
         """Whether it has ``right``, or one that contains it."""

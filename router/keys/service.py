@@ -6,6 +6,8 @@ other: a key's limits hold at each of them.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from router.keys.ledger import Charge, KeyLedger, Ledger, Level, LimitKind, Verdict
 from router.keys.record import KeyLimits
 from runtime.background import BackgroundTasks
@@ -13,6 +15,7 @@ from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.net import Credentials
 from runtime.pb import keys_pb2, keys_pb2_grpc
+from runtime.roles import Role
 from runtime.rpc import map_rpc_errors, open_channel
 
 logger = get_logger(__name__)
@@ -49,13 +52,27 @@ class KeysService(keys_pb2_grpc.KeysServicer):
             retry_after_s=verdict.retry_after_s,
             requests=_level_to(verdict.requests),
             tokens=_level_to(verdict.tokens),
+            num_tokens=verdict.num_tokens,
         )
+
+    async def Spend(
+        self, request: keys_pb2.SpendRequest, context: object
+    ) -> keys_pb2.SpendResponse:
+        """A key has used more."""
+        self._ledger.spend(
+            request.name, num_tokens=request.num_tokens, num_requests=request.num_requests
+        )
+        return keys_pb2.SpendResponse()
 
     async def Settle(
         self, request: keys_pb2.SettleRequest, context: object
     ) -> keys_pb2.SettleResponse:
         """A request has ended."""
-        self._ledger.settle(_charge_from(request.charge), request.num_tokens)
+        self._ledger.settle(
+            *(_charge_from(request.charge), request.num_taken),
+            num_tokens=request.num_tokens,
+            num_output=request.num_output,
+        )
         return keys_pb2.SettleResponse()
 
 
@@ -65,7 +82,7 @@ class RemoteLedger(Ledger):
     def __init__(self, control: str, credentials: Credentials) -> None:
         """``control`` is the control process's gRPC address."""
         self._peer = f"keys {control}"
-        self._channel = open_channel(control, credentials)
+        self._channel = open_channel(control, credentials, Role.ROUTER)
         self._stub = keys_pb2_grpc.KeysStub(self._channel)
         self._tasks = BackgroundTasks()
 
@@ -88,32 +105,56 @@ class RemoteLedger(Ledger):
             retry_after_s=answer.retry_after_s,
             requests=_level_from(answer.requests) if answer.HasField("requests") else None,
             tokens=_level_from(answer.tokens) if answer.HasField("tokens") else None,
+            num_tokens=answer.num_tokens,
         )
 
-    def settle(self, charge: Charge, num_tokens: int) -> None:
+    def spend(self, name: str, *, num_tokens: int = 0, num_requests: float = 0.0) -> None:
         """As ``Ledger`` says; what cannot be told is logged."""
-        self._tasks.start(self._tell(charge, num_tokens), name=f"settle {charge.name}")
+        request = keys_pb2.SpendRequest(name=name, num_tokens=num_tokens, num_requests=num_requests)
+        self._tell(name, self._stub.Spend(request, timeout=TIMEOUT_S))
+
+    def settle(self, charge: Charge, num_taken: int, num_tokens: int, num_output: int) -> None:
+        """As ``Ledger`` says; what cannot be told is logged."""
+        request = keys_pb2.SettleRequest(
+            charge=_charge_to(charge),
+            num_taken=num_taken,
+            num_tokens=num_tokens,
+            num_output=num_output,
+        )
+        self._tell(charge.name, self._stub.Settle(request, timeout=TIMEOUT_S))
 
     async def close(self) -> None:
         """Tell what is left, and hang up."""
         await self._tasks.settle()
         await self._channel.close(None)
 
-    async def _tell(self, charge: Charge, num_tokens: int) -> None:
-        request = keys_pb2.SettleRequest(charge=_charge_to(charge), num_tokens=num_tokens)
-        try:
-            with map_rpc_errors(self._peer):
-                await self._stub.Settle(request, timeout=TIMEOUT_S)
-        except TandemError as error:
-            logger.warning("the use of a key was not told key=%s error=%r", charge.name, error)
+    def _tell(self, name: str, call: Awaitable[object]) -> None:
+        async def tell() -> None:
+            try:
+                with map_rpc_errors(self._peer):
+                    await call
+            except TandemError as error:
+                logger.warning("the use of a key was not told key=%s error=%r", name, error)
+
+        self._tasks.start(tell(), name=f"use of {name}")
 
 
 def _charge_to(charge: Charge) -> keys_pb2.KeyCharge:
-    return keys_pb2.KeyCharge(name=charge.name, holder=charge.holder, num_tokens=charge.num_tokens)
+    return keys_pb2.KeyCharge(
+        name=charge.name,
+        holder=charge.holder,
+        num_tokens=charge.num_tokens,
+        num_open=charge.num_open,
+    )
 
 
 def _charge_from(message: keys_pb2.KeyCharge) -> Charge:
-    return Charge(name=message.name, holder=message.holder, num_tokens=message.num_tokens)
+    return Charge(
+        name=message.name,
+        holder=message.holder,
+        num_tokens=message.num_tokens,
+        num_open=message.num_open,
+    )
 
 
 def _level_to(level: Level | None) -> keys_pb2.BucketLevel | None:

@@ -56,6 +56,14 @@ class Keyring:
         """Of all keys."""
         return frozenset(record.name for record in self._by_hash.values())
 
+    def changed_since(self, former: Keyring) -> str:
+        """How these differ from the ``former`` ones, for a line of a log."""
+        now, before = self.by_name, former.by_name
+        changed = [name for name in now.keys() & before.keys() if now[name] != before[name]]
+        names = {"added": now.keys() - before.keys(), "removed": before.keys() - now.keys()}
+        told = [*names.items(), ("changed", changed)]
+        return " ".join(f"{what}={','.join(sorted(which)) or '-'}" for what, which in told)
+
     def find(self, key: str) -> KeyRecord | None:
         """Whose ``key`` is; None: nobody's."""
         digest = hash_key(key)

@@ -20,6 +20,7 @@ import numpy as np
 from engine.experts.trace import ExpertTrace
 from router.errors import RecordingError
 from runtime.net import Credentials
+from runtime.roles import Role
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,6 +38,7 @@ class Rank:
     instance: str
     number: int
     address: str
+    role: Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +242,7 @@ class _Recording:
         from runtime.pb import experts_pb2, experts_pb2_grpc
         from runtime.rpc import map_rpc_errors, open_channel
 
-        channel = open_channel(rank.address, self.credentials)
+        channel = open_channel(rank.address, self.credentials, rank.role)
         name = f"{rank.instance}/{rank.number}"
         try:
             with map_rpc_errors(f"{name} at {rank.address}"):

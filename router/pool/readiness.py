@@ -1,30 +1,44 @@
 """Whether the pool can serve, and whether it ever could.
 
-Before the first pair of workers was there, a request has nobody to wait for: it is refused, and the
-model is not listed. After that a pool without workers is one whose workers come back, and requests
-may wait for them.
+Before the first pair of workers was there, the model is not listed, and requests wait only as long
+as workers that were there before this process may need to find it: a router that is started again
+is no second outage. Later they have nobody to wait for, and are refused. After the first pair a
+pool without workers is one whose workers come back, and requests may wait for them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Mapping
 
 from router.pool.members import Role
 from router.pool.view import PoolView
+from runtime.news import News
 
 
 class Readiness:
     """Of one router process's pool. One event loop owns it."""
 
-    def __init__(self, pool: PoolView) -> None:
+    def __init__(self, pool: PoolView, *, found_by: float = 0.0) -> None:
+        """``found_by``: when living workers will have found this process, by the loop's clock."""
         self._pool = pool
+        self._found_by = found_by
         self._was_ready = False
+        self._changes = News()
         pool.on_change(self._observe)
+        pool.on_change(self._changes.tell)
 
     @property
     def was_ready(self) -> bool:
         """Whether there was a pair at some time, now included."""
         self._observe()
+        return self._was_ready
+
+    async def first_pair(self) -> bool:
+        """Whether there was ever one; waits for it while living workers may yet come."""
+        loop = asyncio.get_running_loop()
+        while not self.was_ready and (left_s := self._found_by - loop.time()) > 0.0:
+            await self._changes.wait(left_s)
         return self._was_ready
 
     def missing(self) -> list[str]:

@@ -22,7 +22,8 @@ from runtime.logging import get_logger
 from runtime.net import Credentials
 from runtime.pb import registry_pb2, registry_pb2_grpc
 from runtime.rank_picture import RankPicture, picture_from_proto, picture_to_proto
-from runtime.rpc import map_rpc_errors, open_channel
+from runtime.roles import Role
+from runtime.rpc import caller_roles, map_rpc_errors, open_channel
 from runtime.wire import error_to_proto
 
 logger = get_logger(__name__)
@@ -61,6 +62,10 @@ class RegistryService(registry_pb2_grpc.RegistryServicer):
         """A worker joins the pool."""
         try:
             member = member_from_proto(request.worker, request.load)
+            if member.role.value not in caller_roles():
+                proven = " and ".join(sorted(caller_roles()))
+                told = f"role = {member.role.value}: the worker's secret or certificate is of"
+                raise ValueError(f"{told} {proven}. Fix: those of its role")
             lease_id = self._registry.register(member)
         except ValueError as error:
             logger.warning("refused a worker: %s", error)
@@ -171,7 +176,7 @@ async def watch_forever(
 
     While the control process is away the last known pool stays in use: workers outlive it.
     """
-    async with open_channel(control_address, credentials) as channel:
+    async with open_channel(control_address, credentials, Role.ROUTER) as channel:
         stub = registry_pb2_grpc.RegistryStub(channel)
         while True:
             with contextlib.suppress(TandemError), map_rpc_errors(f"registry {control_address}"):

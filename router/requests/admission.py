@@ -21,8 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from router.errors import TooManyRequestsError
+from router.keys.line import WaitingLine
 from router.pool.members import Member
-from router.requests.line import WaitingLine
 from router.requests.pace import Pace
 from runtime.budget import Budget, BudgetKind, earliest
 from runtime.errors import DrainingError

@@ -249,7 +249,7 @@ class Attempt:
             generation.timings.prefilled = call.answered
         if response.WhichOneof("result") != "first_token":
             error = error_from_proto(response.error)
-            if error.code in OF_A_WORKER or error.worker_ended:
+            if error.code in OF_A_WORKER or error.suspect:
                 self.culprits = {self._speaker(error, prefill.key)}
             if error.code is ErrorCode.CANCELLED:
                 await self._reason_of_revocation()
@@ -262,8 +262,15 @@ class Attempt:
         try:
             await self._sink.ended
         except TandemError as error:
-            self.culprits = self._blamed(error)
-            raise
+            if error.code is not ErrorCode.CANCELLED:
+                self.culprits = self._blamed(error)
+                raise
+            # Not by us: we would hear no more. Prefill noticed before us that our connection broke,
+            # or decode's answer to `leave` was lost.
+            text = f"the request was cancelled, and not by its client: {error.message}"
+            failure = TransferFailedError(text)
+            self.culprits = self._blamed(failure)
+            raise failure from error
 
     def _time_left(self) -> float:
         return max(0.001, self._budget.left(self._loop.time()))

@@ -105,11 +105,6 @@ class CacheStream:
             return f"refused: {error}"
         except TandemError as error:
             return error.message
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            return "the connection was closed"
         except Exception as error:  # a defect of ours: begin anew rather than keep what is stale
             logger.exception("news of a cache could not be taken worker=%s", self.key)
             self.is_refused = True

@@ -26,6 +26,7 @@ from runtime.pb import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from runtime.roles import Role
 from runtime.rpc import open_channel
 
 FramesCall = grpc.aio.UnaryStreamCall[decode_pb2.FramesRequest, decode_pb2.Frame]
@@ -150,8 +151,9 @@ class WorkerClients:
         key = member.key
         line = self._lines.get(key)
         if line is None:
-            channel = open_channel(member.address, self._credentials)
-            calls = CallStream(member.calls_address, self._credentials)
+            role = Role(member.role.value)
+            channel = open_channel(member.address, self._credentials, role)
+            calls = CallStream(member.calls_address, self._credentials, role)
             line = self._lines[key] = _Line(channel, calls, lambda: self._close_if_idle(key))
         return line
 

@@ -2,8 +2,9 @@
 
 A broken stream has lost nothing for good: it is opened anew, and asks for what its requests lack.
 They are told of a loss only where the worker does not take calls any more, is another life, has
-left the pool, or is away for too long. The stream is opened for as long as the worker is in the
-pool. See docs/adr/0011-continuation.md.
+left the pool, or is away for too long. So is one that says nothing, though its connection stands:
+its event loop hangs, as a stream without news has a frame every second. The stream is opened for as
+long as the worker is in the pool. See docs/adr/0011-continuation.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 from router.errors import as_tandem_error
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad, load_from_proto
 from router.pool.view import PoolView
-from router.requests.clients import DecodeStub, WorkerClients
+from router.requests.clients import DecodeStub, FramesCall, WorkerClients
 from router.requests.rows import RowSinks
 from runtime.background import BackgroundTasks, tell_failure
 from runtime.errors import PeerLostError, TandemError
@@ -32,6 +33,11 @@ RECONNECT_MAX_S = 1.0
 STANDING_TIMEOUT_S = 5.0
 STEADY_S = 1.0
 """A stream that broke before this age counts as a failure to connect."""
+LISTEN_S = 5.0
+"""So often it is looked whether anything came."""
+MAX_SILENT = 2
+"""So many times in a row nothing may have come. Counted, not timed: a router that stood still for
+long has not read what came meanwhile."""
 MAX_FAILURES = 3
 """So many of these in a row, and the requests of the stream go elsewhere."""
 
@@ -91,6 +97,7 @@ class FrameStream:
         self._loop = asyncio.get_running_loop()
         self._rows = RowSinks(row_ids, self._loop.time, self._not_understood)
         self._stands_since: float | None = None
+        self._num_silent = 0
         self._num_failures = 0
         """Attempts to connect in a row that brought no steady stream."""
         self._give_up_timer: asyncio.TimerHandle | None = None
@@ -161,11 +168,6 @@ class FrameStream:
                 with map_rpc_errors(f"decode {self.key}"):
                     await self._read()
                 error: Exception = PeerLostError("the worker ended the stream")
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
-                    raise
-                error = PeerLostError("the connection was closed")
             except TandemError as failure:
                 error = failure
             except Exception as failure:
@@ -182,8 +184,11 @@ class FrameStream:
         ]
         request = decode_pb2.FramesRequest(router_id=self._router_id, resume=resume)
         call = self._stub.Frames(request)
+        self._num_silent = 0
+        self._listen_later(call)
         try:
             async for frame in call:
+                self._num_silent = 0
                 epoch = frame.decode.epoch
                 if epoch not in (0, self.key.epoch):
                     raise ReplacedError(f"decode {self.key} was replaced behind {self._address}")
@@ -191,7 +196,21 @@ class FrameStream:
                     self._stand(len(resume))
                 self._deliver(frame)
         finally:
+            self._listening.cancel()
             call.cancel()
+
+    def _listen_later(self, call: FramesCall) -> None:
+        self._listening = self._loop.call_later(LISTEN_S, self._listen, call)
+
+    def _listen(self, call: FramesCall) -> None:
+        """Break a stream of which nothing comes."""
+        self._num_silent += 1
+        if self._num_silent <= MAX_SILENT:
+            self._listen_later(call)
+            return
+        seconds = self._num_silent * LISTEN_S
+        logger.warning("a stream of tokens is silent worker=%s seconds=%g", self.key, seconds)
+        call.cancel()
 
     def _stand(self, num_resumed: int) -> None:
         self._stands_since = self._loop.time()

@@ -2,8 +2,14 @@
 
 Tokens follow from context, sampling and seed alone, so an attempt that failed after any number of
 tokens is followed by another one, whose context is the prompt and all that the client has been
-given. What was the pair's fault (no room, a worker lost, restarted, draining or broken, KV that did
-not arrive) moves a request; what was the request's own ends it. See docs/adr/0011-continuation.md.
+given. `_Course._may_move` alone decides what is followed by another attempt:
+
+- what was the pair's fault (no room, a worker lost, restarted or draining, KV that did not arrive):
+  up to `router.max_migrations` times;
+- a step or a rank that failed under it, and it may be why (a suspect): `MAX_SUSPICIONS` times;
+- what was the request's own, and the end of its time: never.
+
+See docs/adr/0011-continuation.md.
 """
 
 from __future__ import annotations
@@ -36,9 +42,9 @@ OF_THE_PAIR = frozenset(
     }
 )
 """Another pair may do better."""
-MAX_ENDED_WORKERS = 1
-"""Moves after a worker that ended by its own fault: the second one may be the request's doing, and
-there must not be a third."""
+MAX_SUSPICIONS = 1
+"""Moves after a step or a rank that failed under a request: the second one may be the request's
+doing, and there must not be a third."""
 ROOM_ELSEWHERE = "room_elsewhere"
 """Why an attempt ended that left its rank for one with room."""
 BACK_OFF_FIRST_S = 0.1
@@ -121,7 +127,7 @@ class _Course:
         self._budget = budget
         self._max_migrations = max_migrations
         self._num_migrations = 0
-        self._num_ended_workers = 0
+        self._num_suspicions = 0
         self._num_fruitless = 0
         """Attempts in a row in which decode never began."""
         self._num_attempts = 0
@@ -202,9 +208,9 @@ class _Course:
     def _may_move(self, error: TandemError) -> bool:
         if self._num_migrations >= self._max_migrations:
             return False
-        if error.worker_ended:
-            self._num_ended_workers += 1
-            return self._num_ended_workers <= MAX_ENDED_WORKERS
+        if error.suspect:
+            self._num_suspicions += 1
+            return self._num_suspicions <= MAX_SUSPICIONS
         return error.code in OF_THE_PAIR
 
     def _note_room(self, attempt: Attempt, pair: Pair, roomy: Pair) -> None:

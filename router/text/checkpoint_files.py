@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 from runtime.errors import ConfigError
+from runtime.parsing import parse_json
 
 SETTINGS, OLD_SETTINGS = "tokenizer_config.json", "special_tokens_map.json"
 _ADDED = "added_tokens_decoder"
+_ID = re.compile(r"[0-9]{1,9}")
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -20,7 +22,7 @@ def read_json(path: Path) -> dict[str, object]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(
             "model.path", str(path), f"no valid JSON: {error}", "mend the file"
@@ -68,13 +70,13 @@ def added_tokens(folder: Path) -> dict[int, tuple[str, bool]]:
     if listed is None:
         special = frozenset(special_tokens(folder).values())
         old = read_json(folder / "added_tokens.json")
-        listed = {token_id: {"content": text} for text, token_id in old.items()}
+        listed = {str(token_id): {"content": text} for text, token_id in old.items()}
     else:
         special = frozenset()
     found = {}
     for token_id, entry in listed.items() if isinstance(listed, dict) else [(None, None)]:
         text = token_content(entry)
-        if not text or not str(token_id).isdecimal():
+        if not text or not _ID.fullmatch(str(token_id)):
             problem = f"has {token_id!r}: {entry!r} among the added tokens"
             raise ConfigError("model.path", str(folder), problem, "mend the file")
         is_special = text in special or bool(isinstance(entry, dict) and entry.get("special"))

@@ -81,11 +81,15 @@ def _of_settings(path: Path) -> dict[str, TemplateSource]:
         return {}
     if isinstance(value, str):
         value = {DEFAULT: value}
-    elif isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
-        value = {entry.get("name"): entry.get("template") for entry in value}
+    elif isinstance(value, list) and all(map(_has_name, value)):
+        value = {entry["name"]: entry.get("template") for entry in value}
     if not isinstance(value, dict) or not all(
         isinstance(part, str) for pair in value.items() for part in pair
     ):
         problem = f"{_FIELD} is no text, and no list of objects with name and template"
         raise ConfigError("model.path", str(path), problem, "mend the file")
     return {name: TemplateSource(text=text, origin=path.name) for name, text in value.items()}
+
+
+def _has_name(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("name"), str)

@@ -25,7 +25,8 @@ class ClusterSection:
     advertise: str = ""
     """The address or name of this host that processes tell each other; empty: ``host``."""
     secret: str = ""
-    """Shared by all processes; empty: taken from TANDEM_SECRET, which ``tandem up`` generates."""
+    """Shared by all processes, or what ``tandem secret`` prints for one role; empty: taken from
+    TANDEM_SECRET, which ``tandem up`` generates."""
     previous_secret: str = ""
     """Accepted beside ``secret`` while processes change from one to the other; empty: taken from
     TANDEM_PREVIOUS_SECRET, and without that none."""

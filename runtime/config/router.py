@@ -62,7 +62,8 @@ class RouterSection:
     max_migrations: int = 8
     """How often a request may go on at other workers after theirs failed."""
     worker_wait_s: float = 30.0
-    """How long a request waits for a worker where all of a role went away; 0: not at all."""
+    """How long a request waits for a worker where all of a role went away, and how long after its
+    start a router that knows no workers lets requests wait for them; 0: not at all."""
     resume_timeout_s: float = 3.0
     """A stream of tokens that is broken for so long is lost, and its requests move."""
     max_body_bytes: int = 8 * 2**20

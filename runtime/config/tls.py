@@ -21,8 +21,8 @@ class TlsSection:
     key: str = ""
     """PEM file of its key, without a passphrase."""
     ca: str = ""
-    """PEM file of the authority. Whoever has a certificate of it is taken for one of the cluster:
-    let it sign nothing else."""
+    """PEM file of the authority. Whoever has a certificate of it is taken for one of the cluster,
+    of the roles that it names: let it sign nothing else."""
     mutual: bool = True
     """Callers of gRPC and of the sockets of KV show a certificate too."""
     http_mutual: bool = False

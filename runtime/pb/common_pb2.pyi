@@ -132,18 +132,18 @@ class PositionLogprobs(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("code", "message", "request_id", "worker_ended", "relayed_from")
+    __slots__ = ("code", "message", "request_id", "suspect", "relayed_from")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    WORKER_ENDED_FIELD_NUMBER: _ClassVar[int]
+    SUSPECT_FIELD_NUMBER: _ClassVar[int]
     RELAYED_FROM_FIELD_NUMBER: _ClassVar[int]
     code: ErrorCode
     message: str
     request_id: str
-    worker_ended: bool
+    suspect: bool
     relayed_from: str
-    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., request_id: _Optional[str] = ..., worker_ended: bool = ..., relayed_from: _Optional[str] = ...) -> None: ...
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., request_id: _Optional[str] = ..., suspect: bool = ..., relayed_from: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("prefill_queue_s", "prefill_compute_s", "kv_transfer_s", "decode_reserve_s", "decode_admission_s", "kv_exposed_s", "kv_wire_s")

@@ -151,18 +151,20 @@ class EventsRequest(_message.Message):
     def __init__(self, follow: bool = ..., most: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("time", "kind", "who", "instance", "text")
+    __slots__ = ("time", "kind", "who", "instance", "text", "source")
     TIME_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     WHO_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     time: float
     kind: str
     who: str
     instance: str
     text: str
-    def __init__(self, time: _Optional[float] = ..., kind: _Optional[str] = ..., who: _Optional[str] = ..., instance: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+    source: str
+    def __init__(self, time: _Optional[float] = ..., kind: _Optional[str] = ..., who: _Optional[str] = ..., instance: _Optional[str] = ..., text: _Optional[str] = ..., source: _Optional[str] = ...) -> None: ...
 
 class ReadLogRequest(_message.Message):
     __slots__ = ("process", "offset", "max_bytes")

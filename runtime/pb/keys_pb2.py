@@ -24,27 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15runtime/pb/keys.proto\x12\ttandem.v1\"=\n\tKeyCharge\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\"\x8d\x01\n\x0c\x41\x64mitRequest\x12$\n\x06\x63harge\x18\x01 \x01(\x0b\x32\x14.tandem.v1.KeyCharge\x12\x1b\n\x13requests_per_minute\x18\x02 \x01(\x04\x12\x19\n\x11tokens_per_minute\x18\x03 \x01(\x04\x12\x1f\n\x17max_concurrent_requests\x18\x04 \x01(\x04\"\xa1\x01\n\rAdmitResponse\x12\'\n\nrefused_by\x18\x01 \x01(\x0e\x32\x13.tandem.v1.KeyLimit\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\x12(\n\x08requests\x18\x03 \x01(\x0b\x32\x16.tandem.v1.BucketLevel\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x16.tandem.v1.BucketLevel\"@\n\x0b\x42ucketLevel\x12\r\n\x05limit\x18\x01 \x01(\x04\x12\x11\n\tremaining\x18\x02 \x01(\x04\x12\x0f\n\x07reset_s\x18\x03 \x01(\x01\"I\n\rSettleRequest\x12$\n\x06\x63harge\x18\x01 \x01(\x0b\x32\x14.tandem.v1.KeyCharge\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\"\x10\n\x0eSettleResponse*n\n\x08KeyLimit\x12\x19\n\x15KEY_LIMIT_UNSPECIFIED\x10\x00\x12\x16\n\x12KEY_LIMIT_REQUESTS\x10\x01\x12\x14\n\x10KEY_LIMIT_TOKENS\x10\x02\x12\x19\n\x15KEY_LIMIT_CONCURRENCY\x10\x03\x32\x81\x01\n\x04Keys\x12:\n\x05\x41\x64mit\x12\x17.tandem.v1.AdmitRequest\x1a\x18.tandem.v1.AdmitResponse\x12=\n\x06Settle\x12\x18.tandem.v1.SettleRequest\x1a\x19.tandem.v1.SettleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15runtime/pb/keys.proto\x12\ttandem.v1\"O\n\tKeyCharge\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x10\n\x08num_open\x18\x04 \x01(\x04\"\x8d\x01\n\x0c\x41\x64mitRequest\x12$\n\x06\x63harge\x18\x01 \x01(\x0b\x32\x14.tandem.v1.KeyCharge\x12\x1b\n\x13requests_per_minute\x18\x02 \x01(\x04\x12\x19\n\x11tokens_per_minute\x18\x03 \x01(\x04\x12\x1f\n\x17max_concurrent_requests\x18\x04 \x01(\x04\"\xb5\x01\n\rAdmitResponse\x12\'\n\nrefused_by\x18\x01 \x01(\x0e\x32\x13.tandem.v1.KeyLimit\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\x12(\n\x08requests\x18\x03 \x01(\x0b\x32\x16.tandem.v1.BucketLevel\x12&\n\x06tokens\x18\x04 \x01(\x0b\x32\x16.tandem.v1.BucketLevel\x12\x12\n\nnum_tokens\x18\x05 \x01(\x04\"@\n\x0b\x42ucketLevel\x12\r\n\x05limit\x18\x01 \x01(\x04\x12\x11\n\tremaining\x18\x02 \x01(\x04\x12\x0f\n\x07reset_s\x18\x03 \x01(\x01\"F\n\x0cSpendRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x14\n\x0cnum_requests\x18\x03 \x01(\x01\"\x0f\n\rSpendResponse\"p\n\rSettleRequest\x12$\n\x06\x63harge\x18\x01 \x01(\x0b\x32\x14.tandem.v1.KeyCharge\x12\x12\n\nnum_tokens\x18\x02 \x01(\x04\x12\x11\n\tnum_taken\x18\x03 \x01(\x04\x12\x12\n\nnum_output\x18\x04 \x01(\x04\"\x10\n\x0eSettleResponse*n\n\x08KeyLimit\x12\x19\n\x15KEY_LIMIT_UNSPECIFIED\x10\x00\x12\x16\n\x12KEY_LIMIT_REQUESTS\x10\x01\x12\x14\n\x10KEY_LIMIT_TOKENS\x10\x02\x12\x19\n\x15KEY_LIMIT_CONCURRENCY\x10\x03\x32\xbd\x01\n\x04Keys\x12:\n\x05\x41\x64mit\x12\x17.tandem.v1.AdmitRequest\x1a\x18.tandem.v1.AdmitResponse\x12:\n\x05Spend\x12\x17.tandem.v1.SpendRequest\x1a\x18.tandem.v1.SpendResponse\x12=\n\x06Settle\x12\x18.tandem.v1.SettleRequest\x1a\x19.tandem.v1.SettleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'runtime.pb.keys_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KEYLIMIT']._serialized_start=566
-  _globals['_KEYLIMIT']._serialized_end=676
+  _globals['_KEYLIMIT']._serialized_start=732
+  _globals['_KEYLIMIT']._serialized_end=842
   _globals['_KEYCHARGE']._serialized_start=36
-  _globals['_KEYCHARGE']._serialized_end=97
-  _globals['_ADMITREQUEST']._serialized_start=100
-  _globals['_ADMITREQUEST']._serialized_end=241
-  _globals['_ADMITRESPONSE']._serialized_start=244
-  _globals['_ADMITRESPONSE']._serialized_end=405
-  _globals['_BUCKETLEVEL']._serialized_start=407
-  _globals['_BUCKETLEVEL']._serialized_end=471
-  _globals['_SETTLEREQUEST']._serialized_start=473
-  _globals['_SETTLEREQUEST']._serialized_end=546
-  _globals['_SETTLERESPONSE']._serialized_start=548
-  _globals['_SETTLERESPONSE']._serialized_end=564
-  _globals['_KEYS']._serialized_start=679
-  _globals['_KEYS']._serialized_end=808
+  _globals['_KEYCHARGE']._serialized_end=115
+  _globals['_ADMITREQUEST']._serialized_start=118
+  _globals['_ADMITREQUEST']._serialized_end=259
+  _globals['_ADMITRESPONSE']._serialized_start=262
+  _globals['_ADMITRESPONSE']._serialized_end=443
+  _globals['_BUCKETLEVEL']._serialized_start=445
+  _globals['_BUCKETLEVEL']._serialized_end=509
+  _globals['_SPENDREQUEST']._serialized_start=511
+  _globals['_SPENDREQUEST']._serialized_end=581
+  _globals['_SPENDRESPONSE']._serialized_start=583
+  _globals['_SPENDRESPONSE']._serialized_end=598
+  _globals['_SETTLEREQUEST']._serialized_start=600
+  _globals['_SETTLEREQUEST']._serialized_end=712
+  _globals['_SETTLERESPONSE']._serialized_start=714
+  _globals['_SETTLERESPONSE']._serialized_end=730
+  _globals['_KEYS']._serialized_start=845
+  _globals['_KEYS']._serialized_end=1034
 # @@protoc_insertion_point(module_scope)

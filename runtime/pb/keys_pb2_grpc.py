@@ -39,6 +39,11 @@ class KeysStub(object):
                 request_serializer=runtime_dot_pb_dot_keys__pb2.AdmitRequest.SerializeToString,
                 response_deserializer=runtime_dot_pb_dot_keys__pb2.AdmitResponse.FromString,
                 _registered_method=True)
+        self.Spend = channel.unary_unary(
+                '/tandem.v1.Keys/Spend',
+                request_serializer=runtime_dot_pb_dot_keys__pb2.SpendRequest.SerializeToString,
+                response_deserializer=runtime_dot_pb_dot_keys__pb2.SpendResponse.FromString,
+                _registered_method=True)
         self.Settle = channel.unary_unary(
                 '/tandem.v1.Keys/Settle',
                 request_serializer=runtime_dot_pb_dot_keys__pb2.SettleRequest.SerializeToString,
@@ -51,6 +56,13 @@ class KeysServicer(object):
 
     def Admit(self, request, context):
         """A request and its tokens are taken from its key's buckets, or nothing where a limit refuses.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Spend(self, request, context):
+        """A key has used more than its requests were taken for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +82,11 @@ def add_KeysServicer_to_server(servicer, server):
                     servicer.Admit,
                     request_deserializer=runtime_dot_pb_dot_keys__pb2.AdmitRequest.FromString,
                     response_serializer=runtime_dot_pb_dot_keys__pb2.AdmitResponse.SerializeToString,
+            ),
+            'Spend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Spend,
+                    request_deserializer=runtime_dot_pb_dot_keys__pb2.SpendRequest.FromString,
+                    response_serializer=runtime_dot_pb_dot_keys__pb2.SpendResponse.SerializeToString,
             ),
             'Settle': grpc.unary_unary_rpc_method_handler(
                     servicer.Settle,
@@ -104,6 +121,33 @@ class Keys(object):
             '/tandem.v1.Keys/Admit',
             runtime_dot_pb_dot_keys__pb2.AdmitRequest.SerializeToString,
             runtime_dot_pb_dot_keys__pb2.AdmitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Spend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Keys/Spend',
+            runtime_dot_pb_dot_keys__pb2.SpendRequest.SerializeToString,
+            runtime_dot_pb_dot_keys__pb2.SpendResponse.FromString,
             options,
             channel_credentials,
             insecure,

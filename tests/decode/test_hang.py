@@ -16,7 +16,7 @@ from engine.parallel.lockstep import GroupState, RankState, SoloLockstep
 from engine.pending_step import StepResult
 from engine.request import ScheduledRequest
 from runtime.endings import RankName
-from runtime.errors import DrainingError, InternalError, PeerLostError
+from runtime.errors import DrainingError, InternalError, PeerLostError, TandemError
 from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason
 from runtime.watchdog import StepOverdueError, WatchdogOptions
@@ -78,6 +78,15 @@ class HangingPeer:
         )
 
 
+def check_told(deltas: list[Delta], request_id: str) -> TandemError:
+    """What a request was told of the step that did not end."""
+    (last,) = (delta for delta in deltas if delta.request_id == request_id and delta.error)
+    assert last.finish_reason is FinishReason.ERROR
+    assert last.error is not None
+    assert "did not end within 0.1 s" in last.error.message
+    return last.error
+
+
 @pytest.mark.parametrize(
     ("where", "is_group"),
     [
@@ -112,6 +121,7 @@ def test_a_step_that_never_ends_is_given_up(where: str, is_group: bool) -> None:
     waiting = loop.submit(lambda: bench.reserve(6, max_tokens=6))
     if where != "dummy":
         loop.submit(lambda: bench.arrive(waiting.result()))
+    beside = loop.submit(lambda: bench.reserve(6, max_tokens=6))
     started = time.monotonic()
     loop.start()
     error = loop.ended.result(TIMEOUT_S)
@@ -119,10 +129,12 @@ def test_a_step_that_never_ends_is_given_up(where: str, is_group: bool) -> None:
     assert isinstance(error, StepOverdueError)
     assert "did not end within 0.1 s" in str(error)
     if where != "dummy":
-        assert deltas[-1].finish_reason is FinishReason.ERROR
-        assert "did not end within 0.1 s" in str(deltas[-1].error)
-        # In a group it waits for another rank, as a rule: no fault of the request.
-        assert type(deltas[-1].error) is (PeerLostError if is_group else InternalError)
+        told = check_told(deltas, waiting.result().request_id)
+        # In a group it waits for another rank, as a rule; but its request may be why.
+        assert type(told) is (PeerLostError if is_group else InternalError)
+        assert told.suspect
+    told = check_told(deltas, beside.result().request_id)
+    assert (type(told), told.suspect) == (PeerLostError, False)
     assert len(bench.rank.live) == 0
     with pytest.raises(DrainingError):
         loop.submit(lambda: 1).result(TIMEOUT_S)

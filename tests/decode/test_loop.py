@@ -20,6 +20,7 @@ from engine.sampling.inputs import SampledToken
 from engine.step_error import StepError
 from runtime.endings import RankName
 from runtime.errors import (
+    DeviceError,
     DrainingError,
     InternalError,
     InvalidRequestError,
@@ -207,6 +208,7 @@ def test_a_broken_invariant_ends_the_loop_and_answers_everybody(error: Exception
     assert driver.last.finish_reason is FinishReason.ERROR
     assert type(driver.last.error) is InternalError
     assert "decode rank 0 of 1 failed: " in str(driver.last.error)
+    assert driver.last.error.suspect
     with pytest.raises(DrainingError):
         driver.loop.submit(lambda: 1).result(TIMEOUT_S)
 
@@ -218,6 +220,8 @@ def test_a_failing_step_ends_the_loop() -> None:
     driver.add_running()
     assert "RuntimeError: no device" in str(driver.ended.result(TIMEOUT_S))
     assert driver.last.finish_reason is FinishReason.ERROR
+    assert driver.last.error is not None
+    assert driver.last.error.suspect
 
 
 @pytest.mark.parametrize("at_fault", [False, True])
@@ -243,6 +247,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_rest_goes_on(at_fault: bool
     assert failed.finish_reason is FinishReason.ERROR
     assert type(failed.error) is InternalError
     assert failed.error.message == "its step failed: no room"
+    assert failed.error.suspect is not at_fault
     other = ends[first.result().request_id]
     assert other.finish_reason is (FinishReason.LENGTH if at_fault else FinishReason.ERROR)
     driver.add_running()
@@ -320,8 +325,9 @@ def test_alone_the_same_error_of_a_gpu_is_the_ranks_own() -> None:
     driver.runner.error = RuntimeError("CUDA error: unspecified launch failure")
     driver.loop.start()
     driver.add_running()
-    assert type(driver.ended.result(TIMEOUT_S)) is InternalError
+    assert type(driver.ended.result(TIMEOUT_S)) is DeviceError
     assert type(driver.last.error) is InternalError
+    assert driver.last.error.suspect
 
 
 def test_what_is_left_when_the_rank_is_told_to_stop_may_go_elsewhere() -> None:

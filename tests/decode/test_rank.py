@@ -392,12 +392,16 @@ def test_fail_all_answers_every_state(kind: type[TandemError]) -> None:
     bench.rank.reserve(reserved)
     requests += [queued, reserved]
     bench.rank.news.take()
-    bench.rank.live.fail_all(kind("the device is gone"))
+    bench.rank.plan_step()
+    in_step = {request.request_id for request in requests if request.request.is_in_step}
+    assert len(in_step) == 2
+    bench.rank.live.fail_all(lambda one: kind("gone", suspect=one.request.is_in_step))
     deltas = bench.rank.news.take()["router-0"]
     assert {delta.request_id for delta in deltas} == {r.request_id for r in requests}
     rejected = bench.updates[queued.request_id][-1]
     assert isinstance(rejected, RejectedUpdate)
     for error in (rejected.error, *(delta.error for delta in deltas)):
         assert type(error) is kind
-        assert error.message == "the device is gone"
+        assert error.message == "gone"
+        assert error.suspect is (error.request_id in in_step)
     assert len(bench.rank.live) == 0

@@ -33,6 +33,7 @@ from runtime.pb import (
     registry_pb2_grpc,
 )
 from runtime.registration import RegistryClient
+from runtime.roles import Role
 from runtime.rpc import bind_port, create_server
 
 logger = get_logger("fake_role")
@@ -100,7 +101,7 @@ async def serve_router(config: ClusterConfig, stop: asyncio.Event) -> None:
     from aiohttp import web  # late: most of these processes are workers
 
     registry = FakeRegistry()
-    credentials = cluster_credentials(config)
+    credentials = cluster_credentials(config, Role.ROUTER)
     server = create_server(credentials)
     registry_pb2_grpc.add_RegistryServicer_to_server(registry, server)
     listen = Listen(bind=config.cluster.host, port=config.router.control_port)
@@ -225,7 +226,7 @@ async def main() -> None:
     if arguments.role == "router":
         await serve_router(config, stop)
     else:
-        await serve_worker(arguments, cluster_credentials(config), stop)
+        await serve_worker(arguments, cluster_credentials(config, Role(arguments.role)), stop)
 
 
 if __name__ == "__main__":

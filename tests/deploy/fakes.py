@@ -21,6 +21,7 @@ from deploy.state import RunDir
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
 from runtime.config_file import dump_config
 from runtime.net import Credentials
+from runtime.roles import Role as Callee
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_FIELDS = {
@@ -117,7 +118,7 @@ def fake_context(config: ClusterConfig, folder: Path) -> RunContext:
         config=config,
         config_path=run_dir.config_path,
         log_dir=run_dir.log_dir,
-        credentials=Credentials.of_secret("a secret of tests"),
+        credentials=Credentials(secret="a secret of tests", role=Callee.CONTROLLER),
         entrypoints=fake_entrypoints(),
     )
 

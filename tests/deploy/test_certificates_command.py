@@ -11,7 +11,9 @@ from cryptography import x509
 
 from deploy.certificates import check_certificate
 from deploy.cli import main
+from runtime.errors import ConfigError
 from runtime.net import Credentials, TlsFiles
+from runtime.roles import Role
 
 
 def make(folder: Path, *words: str) -> int:
@@ -36,6 +38,15 @@ def test_each_host_has_files_that_the_others_believe(
     told = capsys.readouterr().out
     assert f"scp -p {out}/node-2/*.pem node-2:/etc/tandem/" in told
     assert 'key = "/etc/tandem/key.pem"' in told
+
+
+def test_one_of_a_role_is_no_good_to_another(tmp_path: Path) -> None:
+    assert make(tmp_path, "--hosts", "10.0.0.1", "--role", "prefill", "--role", "router") == 0
+    tls = files_of(tmp_path / "10.0.0.1")
+    for role in (Role.PREFILL, Role.ROUTER):
+        Credentials(secret="s", tls=tls, role=role).check_certificate("10.0.0.1")
+    with pytest.raises(ConfigError, match=r"router and prefill: this is a decode.*--role decode"):
+        Credentials(secret="s", tls=tls, role=Role.DECODE).check_certificate("10.0.0.1")
 
 
 def test_a_further_host_is_of_the_same_authority(tmp_path: Path) -> None:

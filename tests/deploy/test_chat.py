@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import threading
 from collections.abc import Iterator
@@ -139,3 +140,30 @@ def test_a_message_that_is_not_answered_was_not_said(server: FakeServer) -> None
     with pytest.raises(ClusterError, match="too long"):
         talk.ask("refuse", lambda text: None)
     assert talk.said == []
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{",
+        b"[" * 100_000,
+        b"[]",
+        b'{"choices": 3}',
+        b'{"choices": [{"delta": []}]}',
+        b'{"choices": [{"delta": {"content": 3}}]}',
+        b'{"error": "none"}',
+    ],
+    ids=lambda data: repr(data)[:40],
+)
+def test_what_is_no_answer_is_told(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def answered(*_: object) -> Iterator[io.BytesIO]:
+        yield io.BytesIO(b"data: " + data + b"\n\n")
+
+    monkeypatch.setattr(Server, "_call", answered)
+    texts = Server(endpoint="http://h/v1").stream_chat({})
+    with pytest.raises(ClusterError, match="no answer of this API"):
+        list(texts)
+    monkeypatch.setattr(Server, "_call", lambda *_: contextlib.nullcontext(io.BytesIO(data)))
+    with pytest.raises(ClusterError, match="no answer of this API"):
+        Server(endpoint="http://h/v1").served_model()

@@ -50,7 +50,7 @@ def test_the_commands_are_these() -> None:
     text = build_parser().format_help()
     commands = (
         "up status events logs generate chat scale drain restart apply down validate doctor model "
-        "bench worker router certificates completion"
+        "bench worker router certificates secret completion"
     )
     for command in commands.split():
         assert re.search(rf"^    {command}\s", text, re.MULTILINE)

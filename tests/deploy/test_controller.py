@@ -19,6 +19,8 @@ from deploy.errors import ClusterError, ProcessDiedError
 from deploy.plan import Role
 from deploy.state import Phase, ProcessState
 from deploy.sweep import find_processes
+from runtime.roles import Role as Callee
+from runtime.roles import role_secret
 from tests.deploy.fakes import LocalLauncher, fake_config, fake_context
 from tests.waiting import until
 
@@ -88,7 +90,10 @@ async def test_no_command_line_shows_the_secret_and_logs_are_read_by_name(tmp_pa
     async with run.running():
         for process in find_processes(run.context.run_id):
             assert run.context.credentials.secret not in " ".join(process.cmdline())
-            assert process.environ()["TANDEM_SECRET"] == run.context.credentials.secret
+            given = process.environ()["TANDEM_SECRET"]
+            role = Callee(given.partition("/")[0])
+            assert role in process.name() + " ".join(process.cmdline())
+            assert given == role_secret(run.context.credentials.secret, role)
         assert run.context.credentials.secret not in run.context.config_path.read_text()
 
         whole = await run.controller.fleet.read_log("decode-0", 0, 10**6)

@@ -15,6 +15,7 @@ from deploy.plan import Role
 from deploy.pool_watch import PoolMember
 from engine.experts.trace import ExpertTrace
 from router.pool.expert_recording import Rank, Recorded, Wanted, passes_of_a_window
+from runtime.roles import Role as Callee
 from tests.engine.tiny import TINY
 from tests.worker.counted_rank import CREDENTIALS, EXPERTS, listening, make_experts
 from tests.worker.counted_rank import Rank as CountedRank
@@ -31,7 +32,7 @@ async def recorded(
     """What is recorded of what `run` does once both ranks are followed."""
     async with listening(ranks[0].feed) as first, listening(ranks[1].feed) as second:
         instance = [
-            Rank(instance="decode-0", number=number, address=address)
+            Rank(instance="decode-0", number=number, address=address, role=Callee.DECODE)
             for number, address in enumerate((first, second)[:num_asked])
         ]
         told: list[Recorded] = []
@@ -92,7 +93,9 @@ async def test_nothing_to_record_is_an_error(ranks: list[CountedRank]) -> None:
 
 async def test_a_dense_model_is_named() -> None:
     async with listening(None) as address:
-        instance = {"decode-0": [Rank(instance="decode-0", number=0, address=address)]}
+        instance = {
+            "decode-0": [Rank(instance="decode-0", number=0, address=address, role=Callee.DECODE)]
+        }
         with pytest.raises(ClusterError, match=r"decode-0/0 cannot be recorded: .*no experts"):
             await record(instance, CREDENTIALS, Wanted())
 

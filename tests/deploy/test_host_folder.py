@@ -14,7 +14,9 @@ from deploy.host_folder import host_folder, lay_files, remove_files
 from deploy.places import Place, Places
 from deploy.plan import KEY_NAME, ProcessSpec, plan_instances, process_specs
 from runtime.config_file import load_config
+from runtime.errors import ConfigError
 from runtime.net import Credentials
+from runtime.roles import Role
 from tests.deploy.fakes import fake_config, fake_context
 
 
@@ -77,7 +79,10 @@ def test_a_process_shows_a_certificate_for_the_key_that_it_has_made(tmp_path: Pa
     found = load_config(Path(spec.command[spec.command.index("--config") + 1])).tls.files
     assert found is not None
     check_certificate(found, ("10.0.0.3", "host-3"))
-    Credentials(secret="s", tls=found).check_certificate("10.0.0.3")
+    credentials = Credentials(secret="s", tls=found, role=Role.PREFILL)
+    credentials.check_certificate("10.0.0.3")
+    with pytest.raises(ConfigError, match="names the role prefill: this is a controller"):
+        dataclasses.replace(credentials, role=Role.CONTROLLER).check_certificate("10.0.0.3")
     remove_files(spec)
     assert not Path(found.key).exists()
 

@@ -14,6 +14,8 @@ from deploy.ports import listen_at
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from runtime.net import Credentials, Listen
+from runtime.roles import Role as Callee
+from runtime.roles import role_secret
 from runtime.worker import parse_worker_options
 
 CONFIG = Path("/run/config.toml")
@@ -68,7 +70,7 @@ def test_a_rank_reads_its_command_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_no_secret_is_on_a_command_line() -> None:
     for plan in planned(PLACE):
-        assert plan.spec.env["TANDEM_SECRET"] == "hidden"
+        assert plan.spec.env["TANDEM_SECRET"] == role_secret("hidden", Callee.DECODE)
         assert "hidden" not in " ".join(plan.spec.command)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
+from deploy.control.events import EventKind, read_events
 from deploy.places import Place, Places
 from deploy.plan import Role, plan_instances, process_specs
 from deploy.posture import posture_of
@@ -53,9 +54,45 @@ def test_a_new_key_is_printed_once_and_its_hash_is_kept(
     assert [each.name for each in read_keys(file)] == ["bob"]
 
 
+def test_a_key_may_expire_and_each_change_is_on_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, record = tmp_path / "keys.toml", tmp_path / "keys.toml.events.jsonl"
+    end = "2099-01-31T00:00:00Z"
+    assert main(["keys", "add", "guest", "--file", str(file), "--expires", end]) == 0
+    assert main(["keys", "list", "--file", str(file)]) == 0
+    assert f"expires {end}" in capsys.readouterr().out
+    file.write_text(file.read_text().replace("2099", "2020"))
+    assert main(["keys", "list", "--file", str(file)]) == 0
+    assert "expired 2020-01-31T00:00:00Z" in capsys.readouterr().out
+    before = record.read_bytes()
+    assert main(["keys", "remove", "guest", "--file", str(file)]) == 0
+    assert record.read_bytes().startswith(before)
+    assert record.stat().st_mode & 0o777 == 0o600
+    added, removed = read_events(record)
+    assert added.text == f"added guest: no limits, expires {end}"
+    assert removed.text == "removed guest"
+    assert added.kind is removed.kind is EventKind.KEYS
+    assert "@" in added.who
+
+
+def test_a_change_that_cannot_be_put_on_record_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys.toml"
+    (tmp_path / "keys.toml.events.jsonl").mkdir()
+    assert main(["keys", "add", "guest", "--file", str(file)]) != 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith(PREFIX)
+    assert "nothing tells of this: added guest: no limits. It is done. Fix: " in shown.err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["add", "carol", "--expires", "2020-01-31T00:00:00Z"], "is over. Fix: a time to come"),
+        (["add", "carol", "--expires", "2099-01-31"], "has no time zone"),
+        (["add", "carol", "--expires", "soon"], "is no time. Fix: a date, a time and a zone"),
         (["add", "bob"], "is in"),
         (["add", "a b"], "a word of logs"),
         (["add", "carol", "--rpm", "-1"], "is below 0"),

@@ -182,9 +182,17 @@ def test_what_outlived_its_controller_can_be_stopped_without_one(tmp_path: Path)
         assert run.run_dir.read_state() is None
 
 
-@pytest.fixture
-def others_ray() -> Iterator[str]:
-    """The address of a Ray that somebody else has started on this machine."""
+@pytest.fixture(params=[True, False], ids=["token", "no-token"])
+def others_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a Ray that somebody else has started on this machine.
+
+    Ray asks for a token where it finds one when it is started, which a user's home may well have.
+    """
+    home = Path(tempfile.mkdtemp(prefix="home-"))
+    monkeypatch.setenv("HOME", str(home))
+    if request.param:
+        (home / ".ray").mkdir()
+        (home / ".ray" / "auth_token").write_text("0123456789abcdef" * 4)
     # Ray's sockets are below this folder, and their paths may not be long.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     port = free_port("127.0.0.1")
@@ -201,6 +209,7 @@ def others_ray() -> Iterator[str]:
                 if process.environ().get("OTHERS_RAY") == str(folder):
                     process.kill()
         shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def test_auto_joins_the_ray_of_this_machine_and_leaves_it_running(

@@ -14,8 +14,8 @@ from engine.pending_step import PendingStep
 from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
-from engine.step_error import StepError, leaves_doubt, may_fail
-from runtime.errors import InternalError, PeerLostError
+from engine.step_error import StepError, leaves_doubt, may_fail, reason_of_end
+from runtime.errors import DeviceError, InternalError, PeerLostError
 from runtime.sampling import SamplingParams
 from tests.engine.fake_model import LATENT_DIM, FakeModel
 
@@ -48,6 +48,30 @@ def test_what_leaves_a_device_or_a_group_in_doubt(error: Exception, expected: bo
     assert isinstance(caught.value, StepError) is not expected
 
 
+TRAP = RuntimeError("CUDA error: unspecified launch failure")
+
+
+@pytest.mark.parametrize(
+    ("error", "in_group", "kind", "text"),
+    [
+        (PeerLostError("gone"), True, PeerLostError, "gone"),
+        (PeerLostError("gone"), False, PeerLostError, "gone"),
+        (TRAP, True, PeerLostError, "another rank is lost"),
+        (TRAP, False, DeviceError, "RuntimeError: CUDA error"),
+        (torch.AcceleratorError("illegal address"), True, DeviceError, "illegal address"),
+        (torch.OutOfMemoryError("none left"), False, InternalError, "none left"),
+        (ZeroDivisionError("broken"), True, InternalError, "ZeroDivisionError: broken"),
+        (SystemExit(1), False, InternalError, "SystemExit: 1"),
+    ],
+)
+def test_a_rank_alone_lost_nobody(
+    error: BaseException, in_group: bool, kind: type[Exception], text: str
+) -> None:
+    reason = reason_of_end(error, in_group=in_group)
+    assert type(reason) is kind
+    assert text in reason.message
+
+
 def test_the_failure_of_a_step_says_what_it_was() -> None:
     with pytest.raises(StepError) as caught, may_fail(CPU, has_joined=False):
         raise ZeroDivisionError("division by zero")
@@ -57,6 +81,9 @@ def test_the_failure_of_a_step_says_what_it_was() -> None:
     assert type(answer) is InternalError
     assert answer.message == "its step failed: ZeroDivisionError: division by zero"
     assert answer.request_id == "r7"
+    assert answer.suspect
+    named = StepError("bad", request_id="r7", has_joined=True)
+    assert [named.answer(name).suspect for name in ("r7", "r8")] == [False, True]
 
 
 def test_a_request_at_fault_ends_alone_unless_something_was_run() -> None:

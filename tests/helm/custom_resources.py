@@ -211,6 +211,7 @@ def certificate() -> Schema:
         duration=DURATION,
         renewBefore=DURATION,
         usages=listing(usages),
+        uris=listing(STRING),
         privateKey=key,
     )
     return resource("cert-manager.io/v1", "Certificate", spec)

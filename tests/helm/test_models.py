@@ -249,12 +249,13 @@ def test_the_routers_and_the_secret_are_those_of_the_other_release(
     for role in ("prefill", "decode"):
         container = container_of(rendered, "StatefulSet", f"llama-tandem-{role}")
         assert flags(container)["routers"] == f"dns+{routers}.{DOMAIN}:8100"
-        keys = [
-            each["valueFrom"]["secretKeyRef"]["name"]
+        found = [
+            each["valueFrom"]["secretKeyRef"]
             for each in container["env"]
             if each["name"].endswith("_SECRET")
         ]
-        assert keys == [secret, secret]
+        assert [each["name"] for each in found] == [secret, secret]
+        assert [each["key"] for each in found] == [role, f"{role}-previous"]
     own = joined({"join": join, "secret": {"existing": "shared"}})
     container = container_of(own, "StatefulSet", "llama-tandem-decode")
     assert container["env"][2]["valueFrom"]["secretKeyRef"]["name"] == "shared"
@@ -303,15 +304,16 @@ def test_the_label_of_those_who_join_is_no_selector_of_their_workload() -> None:
 
 def test_with_tls_a_release_that_joins_has_a_certificate_of_its_workers() -> None:
     other = joined(TLS)
-    names = other.get("Certificate", "llama-tandem")["spec"]["dnsNames"]
-    assert names == [
-        "localhost", f"*.llama-tandem-prefill.{DOMAIN}", f"*.llama-tandem-decode.{DOMAIN}",
-    ]  # fmt: skip
+    found = {each["metadata"]["name"]: each["spec"] for each in other.of_kind("Certificate")}
+    assert {name: spec["dnsNames"] for name, spec in found.items()} == {
+        f"llama-tandem-{role}": ["localhost", f"*.llama-tandem-{role}.{DOMAIN}"]
+        for role in ("prefill", "decode")
+    }
     container = container_of(other, "StatefulSet", "llama-tandem-decode")
     assert flags(container)["advertise"] == f"$(POD_NAME).llama-tandem-decode.{DOMAIN}"
     routers = flags(container)["routers"].removeprefix("dns+").partition(":")[0]
-    theirs = render(merged(SEVERAL, TLS)).get("Certificate", "demo-tandem")["spec"]["dnsNames"]
-    assert routers in theirs
+    theirs = render(merged(SEVERAL, TLS)).get("Certificate", "demo-tandem-router")
+    assert routers in theirs["spec"]["dnsNames"]
     assert config_of(other, "llama").tls.mode == "files"
     assert folders_of(pod_templates(other)["llama-tandem-decode"])["tls"] == "/etc/tandem-tls"
 

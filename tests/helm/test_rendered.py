@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import re
 import tomllib
 from functools import cache
@@ -14,6 +15,8 @@ import pytest
 
 from runtime.config import ClusterConfig
 from runtime.config_file import load_config, parse_config
+from runtime.net import Credentials
+from runtime.roles import URI, Role, role_secret
 from runtime.vllm_names import ROWS
 from tests.helm.rendering import (
     PROFILES,
@@ -211,12 +214,67 @@ def test_every_rank_that_serves_is_scraped() -> None:
 
 
 def test_the_secret_is_drawn_anew_for_a_new_release_only(tmp_path: Path) -> None:
-    secrets = [render().get("Secret", "demo-tandem-secret")["data"]["secret"] for _ in range(2)]
+    secrets = [render().get("Secret", "demo-tandem-secret")["data"] for _ in range(2)]
     assert secrets[0] != secrets[1]
-    assert len(base64.b64decode(secrets[0])) == 48
-    kept = probe(tmp_path, 'tandem.secretData" (dict "key" "secret" "live" .Values.global.live)',
-                 {"data": {"secret": "b2xk", "previousSecret": "b2xkZXI="}})  # fmt: skip
-    assert kept == {"secret": "b2xk", "previousSecret": "b2xkZXI="}
+    assert {*secrets[0]} == {*ROLES}
+    there = dict.fromkeys(ROLES, "b2xk") | {"decode-previous": "b2xkZXI="}
+    call = 'tandem.secretData" (dict "key" "{role}" "live" .Values.global.live)'
+    assert probe(tmp_path, call, {"data": there}) == there
+
+
+ROLES = ("router", "prefill", "decode")
+
+
+def told(data: dict[str, str]) -> dict[str, str]:
+    return {key: base64.b64decode(value).decode() for key, value in data.items()}
+
+
+def test_each_role_is_given_what_the_command_makes_for_it(tmp_path: Path) -> None:
+    """Of one that was drawn for all roles once, so that both are seen."""
+    call = 'tandem.secretData" (dict "key" "{role}" "live" .Values.global.live)'
+    made = told(probe(tmp_path, call, {"data": {"secret": base64.b64encode(b"old").decode()}}))
+    assert made.pop("secret") == "old"
+    assert made == {role: role_secret("old", Role(role)) for role in ROLES}
+
+
+def test_roles_of_a_new_release_can_call_one_another_and_cannot_be_one_another() -> None:
+    rendered = render()
+    data = told(rendered.get("Secret", "demo-tandem-secret")["data"])
+    of = {Role(role): Credentials(secret=data[role], role=Role(role)) for role in ROLES}
+    for caller, server in itertools.product(of, of):
+        shown = of[caller].shown_to(server)
+        assert of[server].roles_of(shown.encode()) == {caller}
+    for role in ROLES:
+        kind = "Deployment" if role == "router" else "StatefulSet"
+        container = container_of(rendered, kind, f"demo-tandem-{role}")
+        (given,) = [each for each in container["env"] if each["name"] == "TANDEM_SECRET"]
+        assert given["valueFrom"]["secretKeyRef"]["key"] == role
+
+
+def test_one_secret_for_all_pods_is_still_to_be_had() -> None:
+    rendered = render({"secret": {"key": "secret", "previousKey": "before"}})
+    (drawn,) = told(rendered.get("Secret", "demo-tandem-secret")["data"]).values()
+    assert len(drawn) == 48
+    container = container_of(rendered, "StatefulSet", "demo-tandem-decode")
+    given = [one["valueFrom"] for one in container["env"] if one["name"].endswith("_SECRET")]
+    found = [one["secretKeyRef"]["key"] for one in given]
+    assert found == ["secret", "before"]
+
+
+@pytest.mark.parametrize("existing", ["", "pem", "tandem-{role}"])
+def test_each_role_has_a_certificate_that_names_it(existing: str) -> None:
+    given = {"tls": {"enabled": True, "existingSecret": existing}}
+    rendered = render(given if existing else TLS)
+    for role in ROLES:
+        kind = "Deployment" if role == "router" else "StatefulSet"
+        volumes = pod_template(rendered.get(kind, f"demo-tandem-{role}"))["spec"]["volumes"]
+        (mounted,) = [one["secret"]["secretName"] for one in volumes if one["name"] == "tls"]
+        if existing:
+            assert mounted == existing.replace("{role}", role)
+            continue
+        spec = rendered.get("Certificate", f"demo-tandem-{role}")["spec"]
+        assert spec["secretName"] == mounted
+        assert spec["uris"] == [f"{URI}{role}"]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +335,7 @@ def test_scalers_ask_for_metrics_that_there_are() -> None:
 
 def test_with_tls_everything_is_called_by_a_name_of_the_certificate() -> None:
     rendered = render(merged(profile("h200-ep16"), TLS))
-    names = rendered.get("Certificate", "demo-tandem")["spec"]["dnsNames"]
+    names = [name for one in rendered.of_kind("Certificate") for name in one["spec"]["dnsNames"]]
     domain = "serving.svc.cluster.local"
     for role, kind in (("prefill", "StatefulSet"), ("decode", "LeaderWorkerSet")):
         container = container_of(rendered, kind, f"demo-tandem-{role}")

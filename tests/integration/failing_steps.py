@@ -1,4 +1,5 @@
-"""A worker of either role whose steps fail where a prompt begins with one of these tokens.
+"""A worker of either role whose steps fail where a prompt begins with one of these tokens, or once,
+whatever is in the step, when a test says so.
 
 Run as `Cluster(modules={"prefill": "tests.integration.failing_steps", ...})`.
 """
@@ -6,8 +7,11 @@ Run as `Cluster(modules={"prefill": "tests.integration.failing_steps", ...})`.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 AT_FAULT = {"prefill": 100, "decode": 110}
@@ -18,9 +22,34 @@ UNSAMPLED = {"prefill": 102, "decode": 112}
 """The tokens cannot be chosen, when every rank has computed its layers."""
 UNFOLLOWED = {"prefill": 103}
 """A rank of prefill besides rank 0 cannot make the tensors."""
+FOLDER = "TANDEM_TEST_FAULTS"
+"""The variable that names the folder of what befalls instances: a file each, by its name."""
+HANG, DEVICE, MEMORY = "hang", "device", "memory"
 
 
-def break_steps(role: str) -> None:
+def befall(folder: Path, instance: str, fault: str) -> None:
+    """Have the next step of an instance hang, lose its device, or lack memory."""
+    (folder / f"{instance}.new").write_text(fault)
+    (folder / f"{instance}.new").rename(folder / instance)
+
+
+def suffer(instance: str) -> None:
+    """Fail as the folder says, once."""
+    file = Path(os.environ.get(FOLDER, "/nowhere")) / instance
+    if not file.exists():
+        return
+    import torch
+
+    fault = file.read_text()
+    file.unlink()
+    if fault == HANG:
+        threading.Event().wait()
+    if fault == DEVICE:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def break_steps(instance: str) -> None:
     """Have the steps of this process fail: of chunks, of a token, and those with drafts."""
     import engine.graphs.step_graphs
     import engine.runner
@@ -34,6 +63,7 @@ def break_steps(role: str) -> None:
         ModelRunner._sample,
         prefill.follower.make_batch,
     )
+    role = instance.partition("-")[0]
     inputs, mask = Slots.inputs, engine.graphs.step_graphs.mask_of_step
 
     def begin_with(scheduled: Sequence[Any], token_id: int | None) -> list[Any]:
@@ -47,6 +77,7 @@ def break_steps(role: str) -> None:
             raise MemoryError("no pinned memory")
 
     def fail_to_sample(scheduled: Sequence[Any]) -> None:
+        suffer(instance)
         if begin_with(scheduled, UNSAMPLED[role]):
             raise RuntimeError("a table is too small")
 
@@ -80,13 +111,14 @@ def break_steps(role: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the rank; the process's exit status."""
-    role = arguments[arguments.index("--instance") + 1].partition("-")[0]
+    instance = arguments[arguments.index("--instance") + 1]
+    role = instance.partition("-")[0]
     module = importlib.import_module(f"{role}.__main__")
     make_service = module.make_service
 
     def make_failing(options: Any) -> Any:
         service = make_service(options)  # torch reads its thread counts in here
-        break_steps(role)
+        break_steps(instance)
         return service
 
     module.make_service = make_failing

@@ -1,20 +1,25 @@
 """Streams while workers are killed and the network is cut: none is lost, none has another text.
 
-The long one is `make soak`, a short one belongs to `make test`. Both first run the same kind of
-requests undisturbed, and print both and what a migration costs.
+The long ones are `make soak`, a short one belongs to `make test`. Those with churn first run the
+same kind of requests undisturbed, and print both and what a migration costs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import random
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from kv_transfer.sender_commands import LaneOptions
 from runtime.config import (
     ClusterConfig,
     DecodeSection,
@@ -24,12 +29,16 @@ from runtime.config import (
     RouterSection,
 )
 from tests.integration.churn import Churn, LinkedCluster, linked_cluster, why_no_network
+from tests.integration.client import Completion, stream
+from tests.integration.cluster import Cluster
 from tests.integration.conftest import MODEL_DIR
 from tests.integration.oracle_load import make_loads
 
 NUM_DISTINCT = 32
 NUM_TOKENS = 48
 CONCURRENCY = 24
+NUM_KILLS = 100
+NUM_AROUND_TOKENS = 12
 
 
 def churn_config() -> ClusterConfig:
@@ -129,3 +138,68 @@ def test_2000_requests_while_workers_die_and_the_network_is_cut(
             prefill_every_s=25.0,
             cut_every_s=40.0,
         )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_hundred_kills_of_decode_leave_nothing_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Small posts and large ones are on their way at each: 16 streams of prompts of any length."""
+    transfer = KVTransferSection(transfer_timeout_s=10.0)
+    # What a transfer may take, and what a connection may take to drain behind that.
+    limit_s = transfer.transfer_timeout_s + LaneOptions().drain_timeout_s
+    config = dataclasses.replace(churn_config(), kv_transfer=transfer)
+    draw, waits = random.Random(30), []
+    with Cluster(config, tmp_path) as cluster:
+        for _ in range(NUM_KILLS):
+            victim = draw.randrange(2)
+            num_before = draw.randrange(0, 32)
+
+            def restart(victim: int = victim) -> None:
+                cluster.kill(f"decode-{victim}/0")
+                cluster.start_instance("decode", victim)
+
+            answers = asyncio.run(streams_around(cluster, draw, num_before, restart))
+            assert [one.error for one in answers] == [None] * len(answers)
+            assert all(len(one.token_ids) == NUM_AROUND_TOKENS for one in answers)
+            ended = time.monotonic()
+            cluster.wait_idle(limit_s)
+            waits.append(time.monotonic() - ended)
+            cluster.wait_workers(4)
+        with capsys.disabled():
+            print(f"\n{NUM_KILLS} kills: idle at most {max(waits):.2f} s behind the last stream")
+
+
+async def streams_around(
+    cluster: Cluster, draw: random.Random, num_before: int, act: Callable[[], None]
+) -> list[Completion]:
+    """Keep 16 streams going until so many have ended, act, and let the last ones end."""
+    answers: list[Completion] = []
+    is_over = False
+
+    async def follow(session: aiohttp.ClientSession) -> None:
+        while not is_over:
+            length = draw.randrange(20, 700)
+            prompt = [draw.randrange(300, 4000) for _ in range(length)]
+            answers.append(
+                await stream(
+                    session,
+                    prompt,
+                    model="tandem-python",
+                    max_tokens=NUM_AROUND_TOKENS,
+                    ignore_eos=True,
+                )
+            )
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        aiohttp.ClientSession(cluster.base_url, connector=connector) as session,
+        asyncio.TaskGroup() as group,
+    ):
+        tasks = [group.create_task(follow(session)) for _ in range(16)]
+        while len(answers) < num_before and not any(task.done() for task in tasks):
+            await asyncio.sleep(0.002)
+        await asyncio.to_thread(act)
+        is_over = True
+    return answers

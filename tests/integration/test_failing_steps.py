@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
+from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection, RouterSection
 from tests.integration.client import Completion, complete
 from tests.integration.cluster import NO_DRAFTS, Cluster
 from tests.integration.conftest import MODEL_DIR
@@ -31,6 +31,8 @@ def cluster(
 ) -> Iterator[Cluster]:
     config = ClusterConfig(
         model=ModelSection(path=str(MODEL_DIR)),
+        # There is one instance of prefill: nobody waits until it may be asked again.
+        router=RouterSection(worker_wait_s=0.0),
         prefill=PrefillSection(tp=2, num_blocks=128, max_num_batched_tokens=128),
         decode=DecodeSection(dp=2, num_blocks=128, num_speculative_tokens=request.param),
     )

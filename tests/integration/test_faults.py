@@ -186,19 +186,28 @@ def test_a_dead_rank_ends_its_group_and_its_requests(
 
 
 @pytest.mark.nightly
-def test_another_decode_group_takes_what_a_dead_rank_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_another_decode_group_takes_what_a_dead_rank_leaves(tmp_path: Path, hangs: bool) -> None:
     config = config_with(
         router=RouterSection(lease_ttl_s=2.0),
-        decode=DecodeSection(instances=2, dp=2, num_blocks=128),
+        decode=DecodeSection(instances=2, dp=2, num_blocks=128, step_timeout_s=8.0),
     )
     with Cluster(config, tmp_path) as running:
         prompts = random_prompts(30, 300)
-        death = Death(running, "decode-0/1")
-        answers = asyncio.run(streams_while(running, prompts, 40, death))
+
+        def act() -> None:
+            if hangs:  # the other rank waits for it in a collective, until its watchdog has enough
+                running.processes["decode-0/1"].send_signal(signal.SIGSTOP)
+            else:
+                running.kill("decode-0/1")
+
+        answers = asyncio.run(streams_while(running, prompts, 40, act))
         # Whoever lost it, and however much of it the client has: the other group goes on with it.
         assert check_answered(answers, 40) == 0, [answer.error for answer in answers]
         assert num_migrations(running) > 0
         running.wait_exit("decode-0/0")
+        if hangs:
+            running.kill("decode-0/1")
         running.start_instance("decode", 0)
         running.wait_workers(5)
         running.wait_idle()

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from decode.assembly import TransferSide, build_transfer_side
-from deploy.certificates import make_certificates
+from deploy.certificates import Authority, make_certificates
 from engine.attention.kv_spec import KVSpec
 from engine.memory.kv_pool import KVPool
 from engine.parallel.dims import ParallelDims
 from kv_transfer.transport import peer_name
 from prefill.assembly import SendSide, build_send_side
 from runtime.config import ClusterConfig, KVTransferSection, ModelSection
-from runtime.errors import PeerLostError
+from runtime.errors import PeerLostError, StaleTicketError
 from runtime.net import Credentials, Listen, TlsFiles
 from runtime.pb import decode_pb2
+from runtime.roles import Role
 from runtime.wire import identity
 from runtime.worker import WorkerOptions
 from tests.kv_transfer.libraries import LIBRARIES, skip_unless_loaded
@@ -104,3 +105,23 @@ def test_only_a_worker_of_the_cluster_gets_as_far_as_the_hello(
         with pytest.raises(PeerLostError):
             connect(stranger, reader, transport)
     connect(prefill_side(closing, transport, files), reader, transport)
+
+
+@pytest.mark.parametrize("transport", ["loopback", *LIBRARIES])
+@pytest.mark.parametrize("role", list(Role))
+def test_only_a_worker_by_its_certificate_is_let_in(
+    transport: str, role: Role, closing: ExitStack, tmp_path: Path
+) -> None:
+    """Although it has the token, as who was handed one by mistake."""
+    if transport in LIBRARIES:
+        skip_unless_loaded(transport)
+    authority = Authority.make()
+    own = make_certificates(tmp_path / "own", (HOST,), authority, roles=(Role.DECODE,))
+    shown = make_certificates(tmp_path / "shown", (HOST,), authority, roles=(role,))
+    reader, writer = decode_side(closing, transport, own), prefill_side(closing, transport, shown)
+    if role in (Role.PREFILL, Role.DECODE):
+        connect(writer, reader, transport)
+        return
+    told = f"Kv.connect is for prefill and decode, and the caller is {role}"
+    with pytest.raises(StaleTicketError, match=told):
+        connect(writer, reader, transport)

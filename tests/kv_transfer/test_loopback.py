@@ -220,7 +220,8 @@ def test_nobody_answers(make: MakeTransport) -> None:
 
 
 def test_an_endpoint_that_is_none(make: MakeTransport) -> None:
-    for data in (b"", b"{}", b"\xff", b'{"regions": 3}'):
+    infinite = b'{"regions": {"kv": ["", 1e999]}}'
+    for data in (b"", b"{}", b"\xff", b'{"regions": 3}', b"[" * 100_000, infinite):
         with pytest.raises(TransferFailedError, match="not a loopback endpoint"):
             make("writer").connect("reader", data)
 

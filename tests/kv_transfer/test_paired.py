@@ -6,8 +6,10 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -15,17 +17,30 @@ from kv_transfer.ticket import SendOutcome
 from kv_transfer.transport import (
     KV_REGION,
     MemoryRegion,
+    PeerHandle,
     RegionWrite,
     TransferHandle,
     TransferState,
     Transport,
 )
 from kv_transfer.transports import create_transport
+from kv_transfer.transports.hello import WireError
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
+from kv_transfer.transports.paired.engine import EngineError, EngineWrite, WriteEngine
 from kv_transfer.transports.paired.frames import FrameKind, Offer, receive_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
+from kv_transfer.transports.paired.outgoing import OutgoingPeer, QueuedPost
+from kv_transfer.transports.post_table import PostTable
 from runtime.errors import PeerLostError, StaleTicketError, TransferFailedError
-from tests.kv_transfer.helpers import HOST, LAYOUT, DecodeSide, Pool, PrefillSide, random_ids
+from tests.kv_transfer.helpers import (
+    HOST,
+    LAYOUT,
+    TIMEOUT_S,
+    DecodeSide,
+    Pool,
+    PrefillSide,
+    random_ids,
+)
 from tests.kv_transfer.libraries import LIBRARIES, library, skip_unless_loaded
 from tests.waiting import wait_until
 
@@ -282,3 +297,83 @@ def test_a_process_is_gone_only_when_it_is() -> None:
     assert not elsewhere.is_gone(us)
     with pytest.raises(ConnectionError):
         ProcessIdentity.decode(b"{}")
+
+
+DEEP = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [DEEP, b'{"library": "n", "address": "", "regions": [["kv", 1e999, 1, null, 0]]}'],
+    ids=["deep", "infinite"],
+)
+def test_an_offer_that_is_none_ends_the_connection(data: bytes) -> None:
+    with pytest.raises(WireError, match="not an offer"):
+        Offer.decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [DEEP, b'{"boot_id": "", "pid_namespace": "", "pid": 1e999, "start_time": 1}'],
+    ids=["deep", "infinite"],
+)
+def test_an_identity_that_is_none_ends_the_connection(data: bytes) -> None:
+    with pytest.raises(WireError, match="not a process identity"):
+        ProcessIdentity.decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [DEEP, b'{"token":"","library":"","name":"","host":"","port":1e999,"generation":1}'],
+    ids=["deep", "infinite"],
+)
+def test_an_endpoint_that_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(TransferFailedError, match="not a paired endpoint"):
+        PairedEndpoint.decode(data)
+
+
+class DyingEngine:
+    """Its peer is gone: each start fails, once it may."""
+
+    def __init__(self) -> None:
+        self.num_starts = 0
+        self.may_fail = threading.Event()
+
+    def start(self, writes: Sequence[EngineWrite]) -> object:
+        self.num_starts += 1
+        assert self.may_fail.wait(TIMEOUT_S)
+        raise EngineError("the process is gone")
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+def test_every_post_fails_that_was_being_started_when_the_peer_died() -> None:
+    """A small one by its caller and a large one by the drive thread: they have no place to lose."""
+    ours, theirs = socket.socketpair()
+    engine, posts = DyingEngine(), PostTable()
+    connection = OutgoingPeer(
+        ours,
+        PeerHandle("decode-0@1/0", 1),
+        cast(WriteEngine, engine),
+        posts,
+        regions={},
+        on_event=lambda: None,
+    )
+    small, large = (QueuedPost(posts.start(), [write_of(n)], None) for n in (1, 1 << 20))
+    caller = threading.Thread(target=connection.post, args=(small,))
+    caller.start()
+    wait_until(lambda: engine.num_starts == 1)
+    connection.post(large)
+    wait_until(lambda: not connection._queue)  # the drive thread has it, and waits for its turn
+    engine.may_fail.set()
+    caller.join()
+    connection.close()
+    theirs.close()
+    assert engine.num_starts == 2
+    for post in (small, large):
+        assert posts.state(post.post_id) is TransferState.FAILED
+
+
+def write_of(nbytes: int) -> EngineWrite:
+    return EngineWrite(0, 0, nbytes, None, None)

@@ -529,6 +529,26 @@ def test_a_lane_survives_an_error_of_its_transport(
     assert prefill.report().outcome is SendOutcome.SENT
 
 
+def test_a_post_that_its_transport_loses_track_of_ends_with_its_connection(
+    decode: DecodeSide, make_prefill: MakePrefill, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the source blocks are held for as long as the process lives."""
+
+    def lose_track(inner: Transport) -> Transport:
+        inner.poll = lambda handle: TransferState.PENDING  # type: ignore[method-assign]
+        return inner
+
+    prefill = make_prefill(wrap=lose_track, options=LaneOptions(drain_timeout_s=0.05))
+    prefill.send(decode.reserve("r", [1]), decode.peer(), [1])
+    wait_until(lambda: prefill.sender.bytes_in_flight > 0)
+    decode.close()  # as a killed process does
+    report = prefill.report()
+    assert report.outcome is SendOutcome.FAILED
+    assert isinstance(report.error, PeerLostError)
+    assert not report.drained
+    assert "has outlived its connection" in caplog.text
+
+
 def test_arguments_of_the_sender() -> None:
     prefill = PrefillSide()
     try:

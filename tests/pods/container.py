@@ -23,6 +23,10 @@ IMAGE_MODEL = "/opt/tandem/models/tandem-python"
 IMAGE_USER = 10001
 OF_A_POD = ("dev", "etc", "proc", "run", "sys", "tmp", "var")
 """Folders of a root that are made for each container."""
+_PYTHON = """\
+#!/bin/sh
+exec {python} "$@"
+"""
 _TANDEM = """\
 #!{python}
 import sys
@@ -70,9 +74,10 @@ class Image:
     def of_this_tree(cls, folder: Path) -> Image:
         """``folder`` is for the commands of the image."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "python").symlink_to(sys.executable)
-        (folder / "tandem").write_text(_TANDEM.format(python=sys.executable))
-        (folder / "tandem").chmod(0o755)
+        # A link to an environment's Python would be one without the environment's packages.
+        for name, text in (("python", _PYTHON), ("tandem", _TANDEM)):
+            (folder / name).write_text(text.format(python=sys.executable))
+            (folder / name).chmod(0o755)
         # An environment may be a link to another place.
         environment = {sys.prefix, str(Path(sys.prefix).resolve())}
         own = {"/usr", *environment, sys.base_prefix, str(REPOSITORY)}

@@ -108,16 +108,23 @@ def test_a_step_that_never_ends_is_given_up(where: str, max_ahead: int) -> None:
             over.set()
 
     loop = make_loop(runner, emit, aborted, max_ahead)
-    for serial in (1, 2):
-        loop.submit(AddRequest(make_item(serial, 10)))
+    items = {item.nonce: item for item in (make_item(serial, 10) for serial in range(1, 13))}
+    for item in items.values():
+        loop.submit(AddRequest(item))
     loop.start()
     assert over.wait(TIMEOUT_S)
     failed = [event for event in events if isinstance(event, RequestFailed)]
-    assert len(failed) == 2
+    assert {event.nonce for event in failed} == items.keys()
+    told = set()
     for event in failed:
-        assert type(event.error) is InternalError  # one of them may be the cause
+        in_step = items[event.nonce].request.is_in_step
+        told.add(in_step)
+        # One of those in the step may be the cause, and no other.
+        assert type(event.error) is (InternalError if in_step else PeerLostError)
+        assert event.error.suspect is in_step
         assert event.error.message.startswith("prefill-0 rank 0 of 1 failed: ")
         assert "did not end within 0.1 s" in event.error.message
+    assert told == {True, False}
     assert isinstance(events[-1], LoopEnded)
     assert isinstance(events[-1].error, StepOverdueError)
     assert loop.steps.is_overdue

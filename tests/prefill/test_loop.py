@@ -407,16 +407,24 @@ def test_a_deadline_ends_a_request_that_has_no_token_yet(
     bench.assert_over()
 
 
-def test_a_sender_that_fails_midway_fails_the_request() -> None:
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (ErrorCode.PEER_LOST, ErrorCode.PEER_LOST),
+        # Whatever broke in a lane, of each of its tickets only the KV did not arrive.
+        (ErrorCode.INTERNAL, ErrorCode.TRANSFER_FAILED),
+    ],
+)
+def test_a_sender_that_fails_midway_fails_the_request(said: ErrorCode, told: ErrorCode) -> None:
     bench = Bench()
     bench.add(make_item(1, 20))
     bench.turn()
-    bench.sender.close_ticket(1, failed=ErrorCode.PEER_LOST)
+    bench.sender.close_ticket(1, failed=said)
     bench.turn(steps=2)
     assert len(bench.runner.steps) == 1
     failed = bench.events[0]
     assert isinstance(failed, RequestFailed)
-    assert isinstance(failed.error, PeerLostError)
+    assert (failed.error.code, failed.error.suspect) == (told, False)
     assert failed.error.request_id == "request-1"
     assert outcome(bench) is ClosureOutcome.FAILED
     bench.assert_over()

@@ -162,6 +162,22 @@ async def test_a_new_life_of_a_rank_replaces_the_former_one(
     assert peers.num_peers == 2
 
 
+async def test_a_claim_at_a_life_that_does_not_answer_ends_when_the_next_one_is_met(
+    decode: FakeDecode, peers: PeerDirectory
+) -> None:
+    """The former one may stand still for ever, and its connection with it."""
+    await claim(peers, decode, 1)
+    decode.claim_gate = asyncio.Event()
+    waiting = asyncio.create_task(claim(peers, decode, 2))
+    while len(decode.claims) < 2:
+        await asyncio.sleep(0.01)
+    async with serve_decode(FakeDecode()) as successor:
+        successor.identity = common_pb2.WorkerIdentity(instance="decode-0", epoch=78)
+        await claim(peers, successor, 3)
+        with pytest.raises(PeerLostError, match="the connection was closed"):
+            await asyncio.wait_for(waiting, 60)
+
+
 async def test_a_claim_after_a_fence_brings_a_new_endpoint_and_one_of_before_keeps_its_own(
     decode: FakeDecode, peers: PeerDirectory
 ) -> None:

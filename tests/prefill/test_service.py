@@ -8,7 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from prefill.messages import StopLoop
-from runtime.errors import InternalError, LayoutMismatchError
+from prefill.rank_plan import Closure, ClosureOutcome
+from prefill.worker import PrefillDriver
+from runtime.errors import DrainingError, InternalError, LayoutMismatchError
 from runtime.metrics import render_metrics
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
 from runtime.trace import TraceContext, use_trace
@@ -127,6 +129,8 @@ BAD_CALLS = {
     "bad stop": ({"sampling": sampling_of(stop_token_ids=[-3])}, "INVALID_REQUEST", "-3"),
     "logprobs": ({"sampling": sampling_of(num_logprobs=21)}, "INVALID_REQUEST", "-1 to 20"),
     "late": ({"timeout_s": 0.0}, "DEADLINE_EXCEEDED", "was over"),
+    "endless": ({"timeout_s": float("inf")}, "INVALID_REQUEST", "timeout_s is inf"),
+    "no time": ({"timeout_s": float("nan")}, "INVALID_REQUEST", "timeout_s is nan"),
     "other request": ({"place_request_id": "x"}, "STALE_TICKET", "of request 'x'"),
 }
 
@@ -320,6 +324,34 @@ async def test_when_the_engine_loop_dies_nobody_hangs(bench: ServiceBench) -> No
     bench.runs.close_left(0, LayoutMismatchError("over"))
     await bench.runs.wait_empty()
     assert bench.outcomes() == [(1, "FAILED")], "of the others decode was never asked"
+
+
+async def test_what_a_sender_could_not_complete_after_the_end_is_not_called_drained(
+    bench: ServiceBench,
+) -> None:
+    """The engine loop has ended, so only the sender's own word says that decode has to fence."""
+    bench.runner.before_step = gate = Gate()
+    calls = [asyncio.create_task(bench.run(nonce)) for nonce in (1, 2)]
+    await until(gate.reached.is_set)
+    await until(lambda: len(bench.runs) == 2)
+    bench.loop.submit(StopLoop())
+    gate.opened.set()
+    await asyncio.gather(*calls)
+    await bench.runs.loop_ended
+    driver = PrefillDriver(None)  # type: ignore[arg-type]
+    driver._tell_undrained, driver._loop = bench.runs.note_undrained, bench.loop
+    for nonce in bench.sender.open_tickets:
+        driver._ticket_closed(
+            Closure(nonce=nonce, outcome=ClosureOutcome.FAILED, drained=nonce != 1)
+        )
+    bench.runs.close_left(0, DrainingError("over"))
+    await bench.runs.wait_empty()
+    parts = {closure.nonce: closure.parts[0] for closure in bench.decode.closures}
+    assert parts[1].outcome == decode_pb2.TICKET_OUTCOME_FAILED
+    assert not parts[1].drained, "decode frees blocks that are drained at once"
+    assert all(part.drained for nonce, part in parts.items() if nonce != 1)
+    revoked = await bench.stub.Revoke(prefill_pb2.RevokeRequest(nonce=1, prefill=IDENTITY))
+    assert not revoked.drained
 
 
 async def test_what_is_left_at_an_orderly_end_may_go_elsewhere() -> None:

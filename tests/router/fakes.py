@@ -52,6 +52,9 @@ from tests.router.deltas import (
 from tests.router.outputs import MAX_MODEL_LEN, Choose, Script, Tokens
 from tests.tcp_proxy import Proxy
 
+HEARTBEAT_S = 1.0
+"""As decode ranks have it."""
+
 SECRET = "test-secret"
 CREDENTIALS = Credentials.of_secret(SECRET)
 LAYOUT = "layout-1"
@@ -123,7 +126,8 @@ class FakeWorker:
     ) -> int:
         """Serve a method as a short call, at a port of its own, which is returned."""
         self.calls = CallServer(CREDENTIALS)
-        self.calls.carry(**{name: CarriedMethod(request.FromString, handler)})
+        service = request.DESCRIPTOR.file.name.rpartition("/")[2].removesuffix(".proto").title()
+        self.calls.carry(service, **{name: CarriedMethod(request.FromString, handler)})
         return self.calls.start(Listen(bind=self.host))
 
     def load(self) -> registry_pb2.WorkerLoad:
@@ -175,6 +179,19 @@ class Reserved:
     """All news of it, for a stream that comes after one that broke."""
 
 
+async def next_frame(
+    decode: FakeDecode, frames: asyncio.Queue[decode_pb2.Frame | None]
+) -> decode_pb2.Frame | None:
+    """What comes, or a sign of life where nothing does."""
+    try:
+        frame = await asyncio.wait_for(frames.get(), HEARTBEAT_S)
+    except TimeoutError:
+        frame = decode_pb2.Frame(decode=decode.identity)
+    while decode.is_silent:
+        await asyncio.sleep(0.01)
+    return frame
+
+
 @dataclass
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     """A decode rank; tokens flow as soon as prefill closed the ticket."""
@@ -212,8 +229,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     num_drafts: int = 0  # that a step verifies, and all are right
     burst: bool = False  # send all deltas of a request in one frame
     refuses_streams: bool = False
-    hangs_streams: bool = False
-    """New streams never stand."""
+    hangs_streams: bool = False  # new streams never stand
+    is_silent: bool = False  # streams that stand bring nothing, not even a sign of life
     proxy: Proxy | None = None
     """Between router and worker."""
     abort_failures: int = 0
@@ -336,7 +353,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 self.resumed.append(point)
                 yield frame_of(self, self._news_since(point))
             while True:
-                frame = await frames.get()
+                frame = await next_frame(self, frames)
                 if frame is None:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was cut")
                 assert frame is not None

@@ -43,6 +43,8 @@ def test_a_table_is_a_model(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("[models", "no valid TOML"),
+        (f"[models]\na = {'[' * 100_000}", "no valid TOML: nested too deep"),
+        (f"[models]\na = {'1' * 5000}", "no valid TOML"),
         ("", r"a table \[models.NAME\]"),
         ("[model.x]\npath='x'", r"a table \[models.NAME\]"),
         ("models = 3", r"a table \[models.NAME\]"),

@@ -13,15 +13,16 @@ import pytest
 import uvloop
 
 from deploy.certificates import make_certificates
-from runtime import call_door
+from runtime import call_door, call_server, call_stream
 from runtime.call_connection import greeting
 from runtime.call_server import CallServer, CarriedMethod
-from runtime.call_stream import CallStream, Method
+from runtime.call_stream import MAX_BATCH_CALLS, CallStream, Method
 from runtime.errors import ConfigError, PeerLostError, TandemError
 from runtime.net import Credentials, Listen
 from runtime.pb import calls_pb2, prefill_pb2
 from runtime.rpc import map_rpc_errors
 from tests.router.fakes import CREDENTIALS as RIGHT
+from tests.waiting import until
 
 HOST = "127.0.0.1"
 
@@ -41,7 +42,7 @@ RUN = Method("Run", prefill_pb2.RunResponse.FromString, no_call_of_its_own)
 @asynccontextmanager
 async def serving(credentials: Credentials = RIGHT) -> AsyncIterator[tuple[CallServer, int]]:
     server = CallServer(credentials)
-    server.carry(Run=CarriedMethod(prefill_pb2.RunRequest.FromString, run))
+    server.carry("Prefill", Run=CarriedMethod(prefill_pb2.RunRequest.FromString, run))
     yield server, server.start(Listen(bind=HOST))
     await server.stop(0.0)
 
@@ -148,6 +149,59 @@ async def test_who_says_nothing_is_cut_off(
             writer.write(framed(greeting("test-secret"))[:10])
         assert await rest(reader) == b""
         writer.close()
+
+
+async def met(port: int, *calls: calls_pb2.CarriedCall) -> list[calls_pb2.CarriedAnswer]:
+    """What a caller that says ``calls`` in one message gets until it is cut off, or has it all."""
+    reader, writer = await asyncio.open_connection(HOST, port)
+    batch = calls_pb2.CallBatch(calls=calls).SerializeToString()
+    writer.write(framed(greeting("test-secret")) + framed(batch))
+    answers: list[calls_pb2.CarriedAnswer] = []
+    try:
+        async with asyncio.timeout(60):
+            while len(answers) <= len(calls):
+                length = int.from_bytes(await reader.readexactly(4), "little")
+                message = await reader.readexactly(length)
+                answers += calls_pb2.AnswerBatch.FromString(message).answers
+    except (asyncio.IncompleteReadError, ConnectionError):
+        answers.append(calls_pb2.CarriedAnswer(details="cut off"))
+    writer.close()
+    return answers
+
+
+async def test_a_number_in_use_is_the_end_of_its_connection_and_of_no_other() -> None:
+    async with serving() as (server, port):
+        faults: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+        one, other, none = (calls_pb2.CarriedCall(number=n, method="Run") for n in (1, 2, 0))
+        assert [answer.number for answer in await met(port, one, other)] == [0, 1, 2]
+        for calls in [(one, one), (other, one, other), (none,), (one, none)]:
+            assert (await met(port, *calls))[-1].details == "cut off"
+        await until(lambda: not server._callers)
+        assert await ask(port, RIGHT) == 7
+        assert faults == []
+
+
+async def test_a_message_holds_a_bounded_number_of_calls() -> None:
+    async with serving() as (_, port):
+        cancels = [calls_pb2.CarriedCall(number=n) for n in range(1, MAX_BATCH_CALLS + 1)]
+        run_it = calls_pb2.CarriedCall(number=7, method="Run")
+        accepted, *answers = await met(port, *cancels, run_it)
+        assert (accepted.number, accepted.status_code) == (0, 0)
+        assert [answer.details for answer in answers] == ["cut off"]
+
+
+async def test_more_calls_than_a_message_holds_go_in_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_stream, "MAX_BATCH_CALLS", 3)
+    monkeypatch.setattr(call_server, "MAX_BATCH_CALLS", 3)
+    async with serving() as (_, port):
+        stream = CallStream(f"{HOST}:{port}", RIGHT)
+        calls = [stream.start(RUN, prefill_pb2.RunRequest(num_output_tokens=n)) for n in range(10)]
+        answers = await asyncio.gather(*calls)
+        assert [answer.first_token.index for answer in answers] == list(range(10))
+        await stream.close()
 
 
 async def test_no_number_of_strangers_keeps_a_caller_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from runtime import call_stream
+from runtime.call_connection import greeting
 from runtime.call_server import CallServer, CarriedContext, CarriedMethod
 from runtime.call_stream import MAX_CARRIED_BYTES, CallStream, Method
 from runtime.net import Credentials, Listen
@@ -50,7 +52,8 @@ class Peer(prefill_pb2_grpc.PrefillServicer):
         if carries:
             limits = replace(WORKER_LIMITS, max_concurrent_rpcs=max_calls)
             self.calls = CallServer(credentials, limits)
-            self.calls.carry(Run=CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run))
+            run = CarriedMethod(prefill_pb2.RunRequest.FromString, self.Run)
+            self.calls.carry("Prefill", Run=run)
             self.calls_port = self.calls.start(Listen(bind="127.0.0.1", port=self.calls_port))
         listen = Listen(bind="127.0.0.1", port=self.port)
         self.port = bind_port(self.server, listen, credentials)
@@ -345,6 +348,33 @@ async def test_where_its_port_cannot_be_reached_each_call_goes_by_itself() -> No
     await line.run("later")
     assert sorted(peer.alone) == ["later", "r0", "r1", "r2"]
     await line.close()
+    await peer.stop()
+
+
+@pytest.mark.parametrize("says", ["nothing", "the end"])
+async def test_a_connection_that_ends_before_it_was_accepted_has_lost_no_call(
+    monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    monkeypatch.setattr(call_stream, "CONNECT_S", 0.1 if says == "nothing" else 60.0)
+    heard = bytearray()
+
+    async def meet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.extend(await reader.read(2**16))
+        if says == "the end":
+            writer.transport.abort()
+        heard.extend(await reader.read(2**16))
+        writer.close()
+
+    server = await asyncio.start_server(meet, "127.0.0.1", 0)
+    peer = Peer()
+    await peer.start()
+    line = Line.to(peer, server.sockets[0].getsockname()[1])
+    calls = [line.run(f"r{number}", number) for number in range(3)]
+    assert [(await call).first_token.index for call in calls] == [0, 1, 2]
+    assert sorted(peer.alone) == ["r0", "r1", "r2"]
+    assert bytes(heard[4:]) == greeting(CREDENTIALS.secret)
+    await line.close()
+    server.close()
     await peer.stop()
 
 

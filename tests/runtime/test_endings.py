@@ -7,6 +7,7 @@ import pytest
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from runtime.endings import RankName, failure_of_requests, refusal_of_calls
 from runtime.errors import (
+    DeviceError,
     DrainingError,
     InternalError,
     OutOfBlocksError,
@@ -21,31 +22,47 @@ ALONE = RankName(instance="prefill-0")
 OF_GROUP = RankName(instance="prefill-0", rank=1, num_ranks=4)
 OVERDUE = StepOverdueError("a step did not end within 30 s")
 LOST = PeerLostError("another rank was lost in all_gather")
+DEVICE = DeviceError("RuntimeError: CUDA error")
+Told = type[TandemError] | tuple[type[TandemError], bool]
+SUSPECT: Told = (InternalError, True)
+LOST_SUSPECT: Told = (PeerLostError, True)
 FATE = "prefill-0 ends with all its ranks, and starts again where it is supervised"
 
 
+FAILED = "{name} failed: {error}"
+LEFT = f"{{name}} cannot go on: {{error}}. {FATE}"
+
+
 @pytest.mark.parametrize(
-    ("name", "error", "kind", "message"),
+    ("name", "error", "in_step", "beside", "message"),
     [
-        (ALONE, None, DrainingError, "{name} was told to stop before the request was over"),
-        (OF_GROUP, None, DrainingError, "{name} was told to stop before the request was over"),
-        (ALONE, OVERDUE, InternalError, "{name} failed: {error}"),
-        (OF_GROUP, OVERDUE, PeerLostError, f"{{name}} cannot go on: {{error}}. {FATE}"),
-        (ALONE, LOST, PeerLostError, f"{{name}} cannot go on: {{error}}. {FATE}"),
-        (OF_GROUP, LOST, PeerLostError, f"{{name}} cannot go on: {{error}}. {FATE}"),
-        (ALONE, InternalError("bug"), InternalError, "{name} failed: {error}"),
-        (OF_GROUP, InternalError("bug"), InternalError, "{name} failed: {error}"),
+        (ALONE, None, DrainingError, DrainingError, "{name} was told to stop before"),
+        (OF_GROUP, None, DrainingError, DrainingError, "{name} was told to stop before"),
+        (ALONE, OVERDUE, SUSPECT, PeerLostError, FAILED),
+        (OF_GROUP, OVERDUE, LOST_SUSPECT, PeerLostError, LEFT),
+        (ALONE, LOST, PeerLostError, PeerLostError, LEFT),
+        (OF_GROUP, LOST, PeerLostError, PeerLostError, LEFT),
+        (ALONE, DEVICE, SUSPECT, PeerLostError, FAILED),
+        (OF_GROUP, DEVICE, SUSPECT, PeerLostError, FAILED),
+        (ALONE, InternalError("bug"), SUSPECT, SUSPECT, FAILED),
+        (OF_GROUP, InternalError("bug"), SUSPECT, SUSPECT, FAILED),
         # Whatever else ends a loop is a fault of ours, whatever its own name.
-        (OF_GROUP, OutOfBlocksError("none"), InternalError, "{name} failed: {error}"),
+        (OF_GROUP, OutOfBlocksError("none"), SUSPECT, SUSPECT, FAILED),
     ],
 )
-def test_requests_are_told_by_the_cause_alone(
-    name: RankName, error: TandemError | None, kind: type[TandemError], message: str
+def test_requests_are_told_by_the_cause_and_by_their_part_in_it(
+    name: RankName,
+    error: TandemError | None,
+    in_step: Told,
+    beside: Told,
+    message: str,
 ) -> None:
-    told = failure_of_requests(name, error)
-    assert type(told) is kind
-    assert told.message == message.format(name=name, error=error)
-    assert told.worker_ended == (kind is InternalError)
+    for expected, is_in_step in ((in_step, True), (beside, False)):
+        kind, is_suspect = expected if isinstance(expected, tuple) else (expected, False)
+        told = failure_of_requests(name, error, in_step=is_in_step)
+        assert type(told) is kind
+        assert told.message.startswith(message.format(name=name, error=error))
+        assert told.suspect is is_suspect
 
 
 def test_calls_after_the_end_are_sent_elsewhere() -> None:

@@ -15,6 +15,7 @@ import pytest
 from deploy.certificates import make_certificates
 from runtime.errors import ConfigError
 from runtime.net import Credentials, Listen, TlsFiles, is_loopback, join_address
+from runtime.roles import ALL_ROLES
 
 HOST = "127.0.0.1"
 
@@ -46,11 +47,10 @@ def test_what_only_this_machine_reaches() -> None:
 
 def test_two_secrets_are_accepted_at_once() -> None:
     both = Credentials(secret="new", previous_secret="old")
-    assert both.accepts(b"new")
-    assert both.accepts(b"old")
-    assert not both.accepts(b"")
-    assert not both.accepts(b"other")
-    assert not Credentials.of_secret("new").accepts(b"")
+    assert both.roles_of(b"new") == both.roles_of(b"old") == ALL_ROLES
+    assert not both.roles_of(b"")
+    assert not both.roles_of(b"other")
+    assert not Credentials.of_secret("new").roles_of(b"")
 
 
 def test_a_secret_is_not_printed() -> None:

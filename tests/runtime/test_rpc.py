@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from deploy.certificates import make_certificates
+from runtime import roles
 from runtime.errors import ConfigError, InternalError, OverloadedError, PeerLostError
 from runtime.net import Credentials, Listen
 from runtime.pb import registry_pb2, registry_pb2_grpc
@@ -203,7 +204,9 @@ async def test_an_absent_peer_is_lost() -> None:
         assert caught.value.request_id == "r9"
 
 
-async def test_a_peer_that_ends_a_call_while_it_is_written_is_lost() -> None:
+async def test_a_peer_that_ends_a_call_while_it_is_written_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The client of gRPC makes some of these calls an INTERNAL of its own, and hides the status."""
 
     async def leave(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
@@ -214,6 +217,7 @@ async def test_a_peer_that_ends_a_call_while_it_is_written_is_lost() -> None:
             while True:
                 await call.write(b"x")
 
+    monkeypatch.setattr(roles, "CALLERS", {"demo": {"Talk": roles.ALL_ROLES}})
     server = create_server(RIGHT)
     handler = grpc.stream_stream_rpc_method_handler(leave)
     handlers = {"Talk": handler}

@@ -84,10 +84,10 @@ def test_every_error_keeps_its_type(code: ErrorCode) -> None:
     assert common_pb2.ErrorCode.Name(int(code)) == f"ERROR_CODE_{code.name}"
 
 
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_an_error_says_whether_the_worker_ended(has_ended: bool) -> None:
-    error = InternalError("why", worker_ended=has_ended)
-    assert error_from_proto(error_to_proto(error)).worker_ended is has_ended
+@pytest.mark.parametrize("is_suspect", [False, True])
+def test_an_error_says_whether_its_request_may_be_why(is_suspect: bool) -> None:
+    error = InternalError("why", suspect=is_suspect)
+    assert error_from_proto(error_to_proto(error)).suspect is is_suspect
 
 
 def test_an_error_that_is_passed_on_keeps_the_name_of_who_said_it() -> None:

@@ -25,8 +25,8 @@ CALL_TIMEOUT_S = 60.0
 NEEDED = ("prefill_compute_s", "decode_admission_s")
 """Times that only a prefill worker and a decode worker that has its KV can tell."""
 STAGES = (NEEDED[0], "kv_transfer_s", NEEDED[1])
-"""Those to be shown. How long the transfer took is prefill's to tell, and a short answer may end before
-decode has heard of it."""
+"""Those to be shown. How long the transfer took is prefill's to tell, and a short answer may end
+before decode has heard of it."""
 
 
 class NotProvenError(Exception):

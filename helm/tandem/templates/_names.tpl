@@ -61,8 +61,15 @@ app.kubernetes.io/component: {{ .part }}
 {{- default (printf "%s-secret" (include "tandem.routersFullname" .)) .Values.secret.existing -}}
 {{- end -}}
 
+{{/* Of the certificate of one role: (dict "root" $ "part" "router"). */}}
 {{- define "tandem.tlsSecretName" -}}
-{{- default (printf "%s-tls" (include "tandem.fullname" .)) .Values.tls.existingSecret -}}
+{{- $own := printf "%s-{role}-tls" (include "tandem.fullname" .root) -}}
+{{- default $own .root.Values.tls.existingSecret | replace "{role}" .part -}}
+{{- end -}}
+
+{{/* One that has the authority, of a role that this release has. */}}
+{{- define "tandem.authoritySecretName" -}}
+{{- include "tandem.tlsSecretName" (dict "root" . "part" (ternary "prefill" "router" (ne .Values.join.release ""))) -}}
 {{- end -}}
 
 {{- define "tandem.modelClaim" -}}

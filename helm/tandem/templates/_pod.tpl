@@ -229,12 +229,12 @@ topologySpreadConstraints:
   valueFrom:
     secretKeyRef:
       name: {{ include "tandem.secretName" .root }}
-      key: {{ .root.Values.secret.key }}
+      key: {{ .root.Values.secret.key | replace "{role}" .part | quote }}
 - name: TANDEM_PREVIOUS_SECRET
   valueFrom:
     secretKeyRef:
       name: {{ include "tandem.secretName" .root }}
-      key: {{ .root.Values.secret.previousKey }}
+      key: {{ .root.Values.secret.previousKey | replace "{role}" .part | quote }}
       optional: true
 - name: HOME
   value: /tmp
@@ -260,22 +260,23 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* (dict "root" $ "part" "router") */}}
 {{- define "tandem.commonVolumes" -}}
 - name: config
   configMap:
-    name: {{ include "tandem.fullname" . }}-config
+    name: {{ include "tandem.fullname" .root }}-config
 - name: tmp
   emptyDir: {}
-{{- if include "tandem.fetches" . }}
-{{ include "tandem.fetchVolume" . }}
+{{- if include "tandem.fetches" .root }}
+{{ include "tandem.fetchVolume" .root }}
 {{- end }}
-{{- if .Values.tls.enabled }}
+{{- if .root.Values.tls.enabled }}
 - name: tls
   secret:
     secretName: {{ include "tandem.tlsSecretName" . }}
     defaultMode: 0440
 {{- end }}
-{{- with include "tandem.modelVolume" (dict "root" . "readOnly" .Values.model.readOnly) }}
+{{- with include "tandem.modelVolume" (dict "root" .root "readOnly" .root.Values.model.readOnly) }}
 {{ . }}
 {{- end }}
 {{- end -}}

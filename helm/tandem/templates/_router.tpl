@@ -53,6 +53,6 @@ volumeMounts:
 {{- end -}}
 
 {{- define "tandem.routerVolumes" -}}
-{{- include "tandem.commonVolumes" .root }}
+{{- include "tandem.commonVolumes" . }}
 {{ include "tandem.keysVolume" .root }}
 {{- end -}}

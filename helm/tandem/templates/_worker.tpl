@@ -11,7 +11,7 @@
 {{- end -}}
 
 {{- define "tandem.workerVolumes" -}}
-{{- include "tandem.commonVolumes" .root }}
+{{- include "tandem.commonVolumes" . }}
 {{ include "tandem.computeVolumes" . }}
 {{- end -}}
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 from runtime.errors import TransferFailedError
+from runtime.parsing import parse_json
 
 KEY_BYTES = 16
 
@@ -49,7 +50,7 @@ class LoopbackEndpoint:
             TransferFailedError: it is no loopback endpoint.
         """
         try:
-            values = json.loads(data)
+            values = parse_json(data)
             regions = {
                 str(label): RemoteRegion(bytes.fromhex(key), int(nbytes))
                 for label, (key, nbytes) in values["regions"].items()
@@ -62,5 +63,5 @@ class LoopbackEndpoint:
                 token=bytes.fromhex(values["token"]),
                 regions=regions,
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise TransferFailedError(f"not a loopback endpoint: {error!r}") from error

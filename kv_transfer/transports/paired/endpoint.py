@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from runtime.errors import TransferFailedError
+from runtime.parsing import parse_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class PairedEndpoint:
             TransferFailedError: it is no endpoint of a paired transport.
         """
         try:
-            values = json.loads(data)
+            values = parse_json(data)
             bytes.fromhex(values["token"])
             return cls(
                 library=str(values["library"]),
@@ -46,5 +47,5 @@ class PairedEndpoint:
                 generation=int(values["generation"]),
                 token=str(values["token"]),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise TransferFailedError(f"not a paired endpoint: {error!r}") from error

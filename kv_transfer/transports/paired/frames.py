@@ -18,6 +18,7 @@ from kv_transfer.transport import MemoryRegion
 from kv_transfer.transports.hello import WireError, receive
 from kv_transfer.transports.loopback.wire import MAX_NOTIFY_BYTES
 from kv_transfer.transports.sockets import ByteSocket
+from runtime.parsing import parse_json
 
 _HEAD = struct.Struct("<BI")
 
@@ -65,7 +66,7 @@ class Offer:
             WireError: it is no offer.
         """
         try:
-            values = json.loads(data)
+            values = parse_json(data)
             regions = tuple(
                 MemoryRegion(
                     str(label),
@@ -77,7 +78,7 @@ class Offer:
                 for label, address, nbytes, device, scratch in values["regions"]
             )
             return cls(str(values["library"]), bytes.fromhex(values["address"]), regions)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise WireError(f"not an offer: {error!r}") from error
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kv_transfer.transports.hello import WireError
+from runtime.parsing import parse_json
 
 _NUM_THREADS_FIELD, _START_TIME_FIELD = 19, 21  # of /proc/PID/stat, counted from 0
 _NAME_FIELDS = 2  # the id and the name in parentheses, which may hold spaces
@@ -49,14 +50,14 @@ class ProcessIdentity:
             WireError: it is no identity.
         """
         try:
-            values = json.loads(data)
+            values = parse_json(data)
             return cls(
                 str(values["boot_id"]),
                 str(values["pid_namespace"]),
                 int(values["pid"]),
                 int(values["start_time"]),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
             raise WireError(f"not a process identity: {error!r}") from error
 
     def is_on_host_of(self, other: ProcessIdentity) -> bool:

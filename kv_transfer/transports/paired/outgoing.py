@@ -9,6 +9,7 @@ and small ones, are started by the caller: a hand-over to another thread would c
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -77,7 +78,8 @@ class OutgoingPeer:
         self._condition = threading.Condition()
         self._queue: deque[QueuedPost] = deque()
         self._started: list[_StartedPost] = []
-        self._starting: QueuedPost | None = None
+        self._failed: list[QueuedPost] = []
+        """That could not be started: several threads start posts, and each may find the end."""
         self._progress = 0  # counts posts that were started or completed
         self._is_closing = False
         self._is_over = False
@@ -95,7 +97,7 @@ class OutgoingPeer:
 
     def post(self, post: QueuedPost) -> None:
         """Start or enqueue; on a dead connection the post is FAILED already when this returns."""
-        if post.is_quick and self._start_now(post):
+        if post.is_quick and not self._is_closing and self._start_now(post):
             return
         with self._condition:
             if not self._is_over:
@@ -175,9 +177,11 @@ class OutgoingPeer:
         self._end()
 
     def _start(self, queued: QueuedPost) -> None:
-        self._starting = queued  # if this raises, the drive thread fails it with the others
-        post = self._engine.start(queued.writes)
-        self._starting = None
+        try:
+            post = self._engine.start(queued.writes)
+        except BaseException:
+            self._failed.append(queued)  # the drive thread fails it with the others
+            raise
         self._started.append(_StartedPost(queued, post))
         self._progress += 1
 
@@ -198,8 +202,7 @@ class OutgoingPeer:
     def _end(self) -> None:
         with self._engine_lock:
             self._engine.close()  # no quick post is started after, since the connection is closing
-            pending = [started.queued for started in self._started]
-            pending += [self._starting] if self._starting is not None else []
+            pending = [started.queued for started in self._started] + self._failed
             self._started.clear()
             with self._condition:
                 self._is_over = True
@@ -207,14 +210,13 @@ class OutgoingPeer:
                 self._queue.clear()
         for post in pending:
             self._posts.settle(post.post_id, self._lost())
-        try:
+        self._on_event()
+        with contextlib.suppress(OSError):  # the peer was first
             send_frame(self._sock, FrameKind.BYE)
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer was first
         self._reader.join()
         self._sock.close()
-        self._on_event()
 
     def _lost(self) -> PeerLostError:
         return PeerLostError(f"connection to {self.handle.peer} is lost: {self._reason}")

@@ -11,14 +11,16 @@ from urllib.parse import parse_qs
 
 from aiohttp import web
 
+from router.errors import ForbiddenError
 from router.http.access import CONSOLE, END_PATH, SESSION_PATH
 from router.http.console.page import Page, load_sign_in
-from router.http.gate import SESSION_COOKIE, Gate
+from router.http.gate import EXPIRED, SESSION_COOKIE, Gate
 from router.keys.sessions import SESSION_S
 
 MAX_FORM_BYTES = 4096
 FORM_S = 10.0
 _PROBLEM = "This key is not known here, or has not the right <em>operations</em>."
+_EXPIRED = "This key has expired."
 
 
 class SignIn:
@@ -28,6 +30,7 @@ class SignIn:
         self._gate = gate
         self._page = load_sign_in()
         self._refusal = load_sign_in(_PROBLEM)
+        self._expired = load_sign_in(_EXPIRED)
 
     def routes(self) -> list[web.RouteDef]:
         """For the application."""
@@ -39,11 +42,12 @@ class SignIn:
 
     async def begin(self, request: web.Request) -> web.Response:
         """``POST /console/session``: the key of the form becomes a session."""
+        check_origin(request)
         if not self._gate.asks_for_keys:
             return _to_console()
-        session = self._gate.sign_in(await _key_in_form(request))
-        if session is None:
-            return _answer(self._refusal)
+        session, problem = self._gate.sign_in(await _key_in_form(request))
+        if problem:
+            return _answer(self._expired if problem == EXPIRED else self._refusal)
         response = _to_console()
         # A gateway that ends TLS says so; who lies here gets a cookie that is worth less to them.
         is_secure = request.secure or request.headers.get("X-Forwarded-Proto") == "https"
@@ -58,10 +62,37 @@ class SignIn:
         return response
 
     async def end(self, request: web.Request) -> web.Response:
-        """``POST /console/end``: the browser forgets its session."""
+        """``POST /console/end``: the session ends, also for who has a copy of it."""
+        check_origin(request)
+        self._gate.sign_out(request)
         response = _to_console()
         response.del_cookie(SESSION_COOKIE, path=CONSOLE, httponly=True, samesite="Strict")
         return response
+
+
+def check_origin(request: web.Request) -> None:
+    """Refuse what a page of another site has a browser send, before its body is read.
+
+    Browsers say where a form comes from: Fetch metadata, which no gateway changes and which goes to
+    addresses that they trust only, else Origin. What is no browser says neither.
+
+    Raises:
+        ForbiddenError: another site's page sent it.
+    """
+    site, origin = request.headers.get("Sec-Fetch-Site"), request.headers.get("Origin")
+    # A page cannot make a browser send this one.
+    hosts = {request.host, request.headers.get("X-Forwarded-Host", request.host)}
+    is_own = site in ("same-origin", "none") if site is not None else True
+    if site is None and origin is not None:
+        is_own = origin.partition("://")[2] in hosts
+    if not is_own:
+        raise ForbiddenError(
+            f"{request.path}: sent by a page of {origin or 'another site'}, and this is "
+            f"{request.host}. Fix: the form of {CONSOLE} itself; a gateway must hand on Host, or "
+            "say it in X-Forwarded-Host",
+            param=None,
+            code="foreign_origin",
+        )
 
 
 async def _key_in_form(request: web.Request) -> str:

@@ -27,6 +27,7 @@ from router.text.calls.events import (
     CallEvent,
     Content,
     Offered,
+    StrayText,
 )
 from router.text.calls.values import is_text, json_string, json_value, types_of
 from router.text.marks import Item, Mark
@@ -72,6 +73,7 @@ class DsmlCalls:
         self._name = ""
         self._types: set[str] = set()
         """Of the value, as far as the schema says, where its parameter does not."""
+        self._stray = StrayText()
         self._streams_value = False
         self._num_fields = 0
         self._has_called = False
@@ -80,6 +82,7 @@ class DsmlCalls:
     def feed(self, item: Item) -> Iterator[CallEvent]:
         """What is sure now."""
         if isinstance(item, Mark):
+            self._stray = StrayText()
             yield from self._mark(item.text)
         else:
             yield from self._text(item)
@@ -127,8 +130,10 @@ class DsmlCalls:
 
     def _text(self, text: str) -> Iterator[CallEvent]:
         place = self._place
-        if place is _Place.TEXT or (place is _Place.CALL and not text.isspace()):
+        if place is _Place.TEXT:
             yield Content(text)
+        elif place is _Place.CALL:
+            yield from self._stray.feed(text)
         elif place is _Place.BETWEEN:
             self._raw += text
             if not text.isspace():

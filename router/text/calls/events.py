@@ -42,6 +42,30 @@ Offered = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each offered tool's arguments, by the tool's name."""
 
 
+class StrayText:
+    """Text of a call where its format has none but white space, from one mark to the next.
+
+    The white space is the format's own. If anything else stands there, all of it is of the answer,
+    however it is cut.
+    """
+
+    __slots__ = ("_has_words", "_space")
+
+    def __init__(self) -> None:
+        """Behind a mark."""
+        self._space = ""
+        self._has_words = False
+
+    def feed(self, text: str) -> Iterator[CallEvent]:
+        """What is sure now."""
+        text, self._space = self._space + text, ""
+        self._has_words |= bool(text.strip())
+        if not self._has_words:
+            self._space = text
+        elif text:
+            yield Content(text)
+
+
 class CallParser(Protocol):
     """The output of one choice, behind its reasoning. Not fed after ``flush``."""
 

@@ -24,6 +24,7 @@ from router.text.calls.events import (
     CallEvent,
     Content,
     Offered,
+    StrayText,
 )
 from router.text.calls.values import is_text, json_string, json_value, types_of
 from router.text.marks import Item, Mark
@@ -61,11 +62,13 @@ class GlmCalls:
         self._num_fields = 0
         self._types: set[str] = set()
         """Of the value, as far as the schema says."""
+        self._stray = StrayText()
         self._streams_value = False
 
     def feed(self, item: Item) -> Iterator[CallEvent]:
         """What is sure now."""
         if isinstance(item, Mark):
+            self._stray = StrayText()
             yield from self._mark(item.text)
         else:
             yield from self._text(item)
@@ -120,8 +123,8 @@ class GlmCalls:
             self._part += text
         elif self._place is _Place.VALUE:
             yield Arguments(json_string(text)[1:-1])
-        elif not text.isspace():
-            yield Content(text)
+        else:
+            yield from self._stray.feed(text)
 
     def _end_name(self, mark: str) -> Iterator[CallEvent]:
         """The name is over where its line is not, at ``mark``, which is in the raw text already."""

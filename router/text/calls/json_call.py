@@ -25,6 +25,7 @@ from router.text.calls.events import (
     CallEvent,
     Content,
     Offered,
+    StrayText,
 )
 from router.text.calls.json_object import (
     SPACE,
@@ -107,7 +108,7 @@ class JsonCall:
         is_again = name == "name" and self._name is not None
         is_again |= name in _ARGUMENTS and self._arguments is not None
         self._field = "" if is_again else name
-        if not self._is_marked and name not in _KEYS:
+        if self.status is Status.UNSURE and not self._is_marked and name not in _KEYS:
             self.status = Status.NO_CALL
 
     def _add(self, piece: str) -> Iterator[CallEvent]:
@@ -169,6 +170,7 @@ class HermesCalls:
         self._call = JsonCall(offered, is_marked=True)
         self._raw = ""
         """What the client has to be given if this is no call."""
+        self._stray = StrayText()
 
     def feed(self, item: Item) -> Iterator[CallEvent]:
         """What is sure now."""
@@ -184,8 +186,10 @@ class HermesCalls:
             self._place = _Place.TEXT
         elif self._place is _Place.CALL:
             yield from self._add(text_of(item))
-        elif self._place is _Place.TEXT or not text_of(item).isspace():
+        elif self._place is _Place.TEXT:
             yield Content(text_of(item))
+        else:
+            yield from self._stray.feed(text_of(item))
 
     def flush(self) -> Iterator[CallEvent]:
         """What was held back, at the end of the output."""
@@ -202,9 +206,8 @@ class HermesCalls:
             self._place = _Place.TEXT
             yield Content(self._raw)
         elif self._call.status is Status.WHOLE:
-            self._place = _Place.BEHIND
-            if self._call.rest.strip():
-                yield Content(self._call.rest)
+            self._place, self._stray = _Place.BEHIND, StrayText()
+            yield from self._stray.feed(self._call.rest)
 
     def _leave(self) -> Iterator[CallEvent]:
         """End a call whose object is not over."""

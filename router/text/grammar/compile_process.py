@@ -2,7 +2,8 @@
 
 ``python -m router.text.grammar.compile_process FOLDER VOCAB_SIZE`` reads one JSON object a line:
 ``{"formats": [...], "cpu_s": ...}``. It answers one line each: ``{"grammars": [...]}``, one for
-each format as it travels, or ``{"problem": ..., "schema": ...}``. The first format
+each format as it travels, or ``{"problem": ..., "schema": ...}``, with the ``"cpu_s"`` that it
+took. The first format
 is compiled for the model's vocabulary as well, as the workers will.
 
 A process of its own, as the library may take minutes, or end, for a schema of a kilobyte, and
@@ -19,6 +20,7 @@ import re
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -123,7 +125,9 @@ def main(folder: str, vocab_size: str) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, asked["cpu_s"])
+        began = time.process_time()
         answer = compiler.answer(asked["formats"])
+        answer["cpu_s"] = time.process_time() - began
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), file=answers, flush=True)
 

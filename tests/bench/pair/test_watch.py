@@ -19,6 +19,11 @@ from runtime.net import Listen
 from runtime.pb import registry_pb2
 
 
+def test_what_is_no_exposition_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        sum_values(['a{b="c'])
+
+
 class Workers:
     """The metrics of one prefill worker and two decode ranks."""
 

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from deploy.control.events import MOST_EVENTS, Event, EventKind, EventLog, read_events
+from deploy.control.operation import Operation, OperationDesk, Outcome, Request, Step
 from deploy.control.pool_events import PoolEvents
 from deploy.plan import Role
 from deploy.pool_watch import PoolMember
@@ -34,14 +35,57 @@ async def test_a_line_that_is_no_event_is_passed_over(tmp_path: Path) -> None:
     assert [event.text for event in EventLog(path).newest()] == ["everything serves"]
 
 
-async def test_the_file_keeps_only_the_newest(tmp_path: Path) -> None:
+async def test_the_file_only_grows_and_its_end_is_read(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     lines = [Event(time=float(n), kind=EventKind.JOINED).to_json() for n in range(MOST_EVENTS + 7)]
     path.write_text("".join(f"{line}\n" for line in lines))
+    before, inode = path.read_bytes(), path.stat().st_ino
     log = EventLog(path)
-    assert len(path.read_text().splitlines()) == MOST_EVENTS
     assert log.newest()[0].time == 7.0
     assert [event.time for event in log.newest(2)] == [MOST_EVENTS + 5.0, MOST_EVENTS + 6.0]
+    assert log.add(EventKind.LEFT, "the last", source="ipv4:127.0.0.1:9") == ""
+    assert path.read_bytes().startswith(before)
+    assert path.stat().st_ino == inode
+    last = read_events(path)[-1]
+    assert (last.text, last.source) == ("the last", "ipv4:127.0.0.1:9")
+
+
+async def test_who_runs_the_cluster_puts_the_file_away_while_it_is_written(tmp_path: Path) -> None:
+    path, put_away = tmp_path / "events.jsonl", tmp_path / "events.1.jsonl"
+    log = EventLog(path)
+    log.add(EventKind.JOINED, "before")
+    path.rename(put_away)
+    log.add(EventKind.JOINED, "after")
+    assert [event.text for event in read_events(put_away)] == ["before"]
+    assert [event.text for event in read_events(path)] == ["after"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_line_that_a_full_disk_tore_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"time": 1.0, "kind": "jo')
+    EventLog(path).add(EventKind.JOINED, "whole")
+    assert [event.text for event in read_events(path)] == ["whole"]
+
+
+async def test_a_failure_to_write_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    log = EventLog(folder / "events.jsonl")
+    assert "events.jsonl: No such file" in log.add(EventKind.JOINED, "kept in memory alone")
+    assert [event.text for event in log.newest()] == ["kept in memory alone"]
+    desk = OperationDesk(log)
+
+    async def work(_: Operation) -> str:
+        return "it is done"
+
+    request = Request(kind=EventKind.SCALE, what="scale", who="ada@host", roles=frozenset())
+    told = [update async for update in desk.begin(request, work).follow()]
+    assert isinstance(told[0], Step)
+    assert "is not on record: " in told[0].text
+    assert isinstance(told[-1], Outcome)
+    assert told[-1].ok
+    assert told[-1].message.startswith("it is done\nIts end is not on record: ")
+    assert "No such file" in desk.note_refusal("scale", "ada@host", "", "no room")
 
 
 async def test_whoever_follows_hears_the_past_and_then_the_present() -> None:

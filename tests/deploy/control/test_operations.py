@@ -28,6 +28,7 @@ from runtime.config_file import load_config
 from runtime.net import Credentials
 from runtime.pb import controller_pb2 as pb
 from runtime.pb import controller_pb2_grpc
+from runtime.roles import Role
 from runtime.rpc import open_channel
 from tests.deploy.control.cluster import ControlledCluster
 from tests.deploy.fakes import fake_config
@@ -219,7 +220,9 @@ def test_an_operation_goes_on_without_the_command_that_began_it(
     cluster: ControlledCluster,
 ) -> None:
     async def ask_and_leave() -> None:
-        channel = open_channel(cluster.state.controller_address, cluster.context.credentials)
+        channel = open_channel(
+            cluster.state.controller_address, cluster.context.credentials, Role.CONTROLLER
+        )
         stub = controller_pb2_grpc.ControllerStub(channel)
         call = stub.Scale(pb.ScaleRequest(role="prefill", count=2, who="ada@host"))
         async for update in call:
@@ -232,6 +235,45 @@ def test_an_operation_goes_on_without_the_command_that_began_it(
     wait_until(lambda: cluster.names("prefill") == ["prefill-0", "prefill-1"], "it is there")
     done = "scale prefill from 1 to 2: prefill has 2"
     wait_until(lambda: done in [event.text for event in cluster.events()], "it serves")
+    on_record = [one for one in cluster.events() if "scale prefill from 1 to 2" in one.text][-2:]
+    assert [event.kind for event in on_record] == [EventKind.SCALE, EventKind.DONE]
+    assert {event.who for event in on_record} == {"ada@host"}
+    assert all(event.source.startswith("ipv4:127.0.0.1:") for event in on_record)
+
+
+def test_what_is_refused_is_on_record(
+    cluster: ControlledCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cluster, "restart", "decode-7") != 0
+    event = [event for event in cluster.events() if event.kind is EventKind.REFUSED][-1]
+    assert event.text.startswith("restart decode-7: ")
+    assert event.text.removeprefix("restart decode-7: ") in capsys.readouterr().err
+    assert event.who
+    assert event.source.startswith("ipv4:127.0.0.1:")
+
+
+def test_a_worker_cannot_act_as_who_runs_the_cluster(
+    cluster: ControlledCluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = cluster.context.credentials.secret
+    for role in (Role.PREFILL, Role.DECODE, Role.ROUTER):
+        # Its own secret has nothing that is shown to the controller.
+        worker = Credentials.of_secret(secret).of_role(role)
+        with pytest.raises(ClusterError, match="UNAUTHENTICATED"):
+            follow(
+                *(cluster.state, worker),
+                lambda stub: stub.Scale(pb.ScaleRequest(role="decode", count=2)),
+                print,
+            )
+        # And with one that would be, the role is refused by name.
+        named = Credentials(secret=secret, role=role)
+        with pytest.raises(ClusterError, match=f"Controller.Scale is for controller, .* is {role}"):
+            follow(
+                *(cluster.state, named),
+                lambda stub: stub.Scale(pb.ScaleRequest(role="decode", count=2)),
+                print,
+            )
+    assert cluster.names("decode") == ["decode-0"]
 
 
 def test_a_rolling_restart_starts_the_replacement_first_where_there_is_room(
@@ -429,7 +471,9 @@ def ask(cluster: ControlledCluster, call: Any) -> Any:
     """One answer."""
 
     async def run() -> Any:
-        channel = open_channel(cluster.state.controller_address, cluster.context.credentials)
+        channel = open_channel(
+            cluster.state.controller_address, cluster.context.credentials, Role.CONTROLLER
+        )
         try:
             return await call(controller_pb2_grpc.ControllerStub(channel))
         finally:

@@ -58,6 +58,11 @@ def test_patterns_mean_what_they_mean_in_transformers(name: str, patterns: list[
     assert ModulePatterns(patterns).match(name) != should_convert_module(name, patterns)
 
 
+def test_a_pattern_of_too_many_repeats_is_none() -> None:
+    with pytest.raises(ValueError, match="no names of modules"):
+        ModulePatterns(["a{99999999999}"])
+
+
 @pytest.mark.parametrize("settings", [{}, {"weight_block_size": [64, 64]}, {"scale_fmt": "ue8m0"}])
 def test_block_fp8_is_read(settings: dict[str, Any]) -> None:
     config = quantized(activation_scheme="dynamic", fmt="e4m3", **settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import DistBackendError
 
-from engine.parallel.lost_peer import as_lost_peer, reason_of_end
+from engine.parallel.lost_peer import as_lost_peer
 from runtime.errors import InternalError, PeerLostError
 
 
@@ -40,25 +40,3 @@ def test_what_a_gpu_says_of_a_lost_rank_is_its_loss(error: Exception) -> None:
 )
 def test_own_errors_are_not(error: Exception) -> None:
     assert as_lost_peer(error) is None
-
-
-TRAP = RuntimeError("CUDA error: unspecified launch failure")
-
-
-@pytest.mark.parametrize(
-    ("error", "in_group", "kind", "text"),
-    [
-        (PeerLostError("gone"), True, PeerLostError, "gone"),
-        (PeerLostError("gone"), False, PeerLostError, "gone"),
-        (TRAP, True, PeerLostError, "another rank is lost"),
-        (TRAP, False, InternalError, "RuntimeError: CUDA error"),
-        (ZeroDivisionError("broken"), True, InternalError, "ZeroDivisionError: broken"),
-        (SystemExit(1), False, InternalError, "SystemExit: 1"),
-    ],
-)
-def test_a_rank_alone_lost_nobody(
-    error: BaseException, in_group: bool, kind: type[Exception], text: str
-) -> None:
-    reason = reason_of_end(error, in_group=in_group)
-    assert type(reason) is kind
-    assert text in reason.message

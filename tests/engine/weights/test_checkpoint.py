@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.weights.checkpoint import Checkpoint
+from engine.weights.checkpoint import INDEX, Checkpoint, CheckpointError, tensor_names
 from engine.weights.fp8 import dequantize_block, quantize_block
 
 SHAPE = (300, 200)
@@ -46,3 +46,26 @@ def test_names_and_shapes(stored: tuple[Path, Tensor]) -> None:
         assert "w_scale_inv" in checkpoint
         assert checkpoint.read("plain", ((1, 2), (0, 2))).tolist() == [[3.0, 4.0]]
         assert checkpoint.file_of("plain").name == "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[]",
+        "3",
+        '{"weight_map": 3}',
+        '{"weight_map": [[[], "a"]]}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": ["b"]}}',
+        '{"weight_map": {"a": "../other.safetensors"}}',
+        '{"weight_map": {"a": "/other.safetensors"}}',
+    ],
+    ids=lambda text: text[:40],
+)
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match="index"):
+        tensor_names(tmp_path)
+    with pytest.raises(CheckpointError, match="index"):
+        Checkpoint(tmp_path)

@@ -12,7 +12,7 @@ import aiohttp
 import openai
 import pytest
 
-from router.http.gate import duration_text
+from router.http.rate_limits import duration_text
 from router.keys.file import add_to_file, remove_from_file
 from router.keys.record import KeyLimits, KeyRecord, hash_key, new_key
 from router.keys.source import KEYS_VARIABLE

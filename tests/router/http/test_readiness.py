@@ -50,6 +50,26 @@ async def test_a_model_is_listed_once_it_can_be_served(start_router: StartRouter
             assert response.status == 503
 
 
+async def test_a_router_that_was_started_again_waits_for_its_workers(
+    start_router: StartRouter,
+) -> None:
+    cluster = await start_router(worker_wait_s=60.0)
+
+    async def ask(http: aiohttp.ClientSession) -> int:
+        async with http.post("/v1/completions", json=COMPLETION) as response:
+            return response.status
+
+    async with aiohttp.ClientSession(cluster.url) as http:
+        asked = asyncio.create_task(ask(http))
+        async with http.get("/ready") as response:
+            assert response.status == 503
+        await cluster.add_prefill()
+        assert await models(http) == []
+        assert not asked.done()
+        await cluster.add_decode()
+        assert await asked == 200
+
+
 async def test_a_burst_waits_and_is_served(start_router: StartRouter) -> None:
     cluster = await start_router(max_concurrent_requests=8, lease_ttl_s=30)
     await cluster.add_prefill()

@@ -142,6 +142,87 @@ async def test_a_browser_signs_in_once_and_no_script_sees_the_session(
             assert response.status == 401
 
 
+async def test_a_copy_of_a_session_is_worth_nothing_when_it_was_signed_out(
+    start_router: StartRouter, keys_file: Path
+) -> None:
+    operator = add(keys_file, "operator", Right.OPERATIONS)
+    cluster = await start_router(keys_file=str(keys_file))
+    jar = aiohttp.CookieJar(unsafe=True)
+    async with aiohttp.ClientSession(cluster.url, cookie_jar=jar) as http:
+        async with http.post("/console/session", data={"key": operator}):
+            pass
+        (morsel,) = jar
+        stream = {"Accept": "text/event-stream"}
+        async with http.get("/console/data", headers=stream) as response:
+            await response.content.readuntil(b"event: snapshot")
+            async with http.post("/console/end", allow_redirects=False) as ended:
+                assert ended.status == 303
+            await response.read()  # the open page's stream ends
+        copy = {"Cookie": f"{SESSION_COOKIE}={morsel.value}"}
+        async with http.get("/console/data", headers=copy) as response:
+            assert response.status == 401
+        async with http.post("/console/session", data={"key": operator}):
+            pass
+        async with http.get("/console/data") as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_own"),
+    [
+        ({}, True),  # no browser
+        ({"Origin": "OWN"}, True),
+        ({"Origin": "https://evil.example"}, False),
+        ({"Origin": "null"}, False),
+        ({"Origin": "https://llm.example", "X-Forwarded-Host": "llm.example"}, True),
+        ({"Origin": "https://evil.example", "X-Forwarded-Host": "llm.example"}, False),
+        ({"Origin": "https://llm.example", "Sec-Fetch-Site": "same-origin"}, True),
+        ({"Origin": "OWN", "Sec-Fetch-Site": "cross-site"}, False),
+        ({"Sec-Fetch-Site": "same-site"}, False),
+    ],
+)
+async def test_the_forms_of_the_console_take_nothing_from_another_site(
+    start_router: StartRouter, keys_file: Path, headers: dict[str, str], is_own: bool
+) -> None:
+    operator = add(keys_file, "operator", Right.OPERATIONS)
+    cluster = await start_router(keys_file=str(keys_file))
+    sent = {name: value.replace("OWN", cluster.url) for name, value in headers.items()}
+    async with aiohttp.ClientSession(cluster.url, headers=sent) as http:
+        for path in ("/console/session", "/console/end"):
+            form = {"key": operator}
+            async with http.post(path, data=form, allow_redirects=False) as response:
+                assert response.status == (303 if is_own else 403)
+                if not is_own:
+                    assert "Set-Cookie" not in response.headers
+                    assert "Fix: the form of /console itself" in await response.text()
+
+
+async def test_a_key_that_has_expired_opens_nothing_and_says_so(
+    start_router: StartRouter, keys_file: Path
+) -> None:
+    for name, right in (("user", Right.INFERENCE), ("operator", Right.OPERATIONS)):
+        add(keys_file, name, right)
+    late = "expires = 2020-01-31T12:00:00+01:00\n"
+    keys = {}
+    for name, right in (("old", Right.INFERENCE), ("former", Right.OPERATIONS)):
+        keys[name] = add(keys_file, name, right)
+        keys_file.write_text(keys_file.read_text() + late)
+    cluster = await start_router(keys_file=str(keys_file))
+    async with aiohttp.ClientSession(cluster.url) as http:
+        for name, path in (("old", "/v1/models"), ("former", "/status")):
+            sent = {"Authorization": f"Bearer {keys[name]}"}
+            async with http.get(path, headers=sent) as response:
+                assert response.status == 401
+                told = f"the API key '{name}' expired at 2020-01-31T11:00:00Z. Fix: "
+                assert told in await response.text()
+        async with http.post("/console/session", data={"key": keys["former"]}) as response:
+            assert response.status == 401
+            assert "This key has expired." in await response.text()
+        async with http.get("/metrics") as response:
+            text = await response.text()
+        assert 'pd_router_key_requests_total{key="old",outcome="expired"} 1.0' in text
+
+
 async def test_a_gateway_that_ends_tls_gets_a_cookie_for_tls_only(
     start_router: StartRouter, keys_file: Path
 ) -> None:

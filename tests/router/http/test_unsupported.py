@@ -9,6 +9,8 @@ import aiohttp
 import pytest
 
 from router.errors import RequestError
+from router.http.conversation import template_messages
+from router.http.output_forms import form_of
 from router.http.schema import ChatRequest
 from router.http.unsupported import (
     MAX_UNKNOWN,
@@ -144,3 +146,39 @@ def test_reasoning_that_cannot_be_turned_off_is_not_said_to_be(
 def test_an_unknown_field_is_refused_or_read_or_of_no_meaning_and_never_two_of_these() -> None:
     names = [name for kind in unknown_fields().values() for name in kind]
     assert len(names) == len(set(names))
+
+
+def nested(begin: str, inner: str, end: str, depth: int = 500) -> str:
+    return begin * depth + inner + end * depth
+
+
+@pytest.mark.parametrize(
+    ("field", "text"),
+    [
+        ("guided_json", nested('{"type":"array","items":', "true", "}")),
+        (
+            "structural_tag",
+            nested('{"type":"optional","content":', '{"type":"any_text"}', "}"),
+        ),
+    ],
+)
+def test_json_within_a_text_is_as_deep_as_a_body_may_be(field: str, text: str) -> None:
+    given: dict[str, Any] = {field: text}
+    if field == "structural_tag":
+        given = {"structured_outputs": {field: f'{{"format":{text}}}'}}
+    with pytest.raises(RequestError, match="nested too deep") as caught:
+        form_of(ChatRequest.model_validate({"messages": [USER], **given}))
+    assert (caught.value.param or "").endswith(field)
+
+
+def test_arguments_of_earlier_calls_are_as_deep_as_a_body_may_be(tmp_path: Path) -> None:
+    write_model(tmp_path, template=templates.GLM)
+    history = load_served_model(ModelSection(path=str(tmp_path))).call_history
+    assert history is not None
+    assert history.wants_objects
+    function = {"name": "f", "arguments": nested('{"a":', "1", "}")}
+    said = {"role": "assistant", "tool_calls": [{**CALL, "function": function}]}
+    chat = ChatRequest.model_validate({"messages": [USER, said]})
+    with pytest.raises(RequestError, match="nested too deep") as caught:
+        template_messages(chat, history)
+    assert caught.value.param == "messages[1].tool_calls[0].function.arguments"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from router.keys.record import (
 from runtime.errors import ConfigError
 
 HASH = "0" * 64
+OFFSETS = st.integers(-840, 840).map(lambda minutes: timezone(timedelta(minutes=minutes)))
 OTHER = "1" * 64
 ALICE = KeyRecord(
     name="alice",
@@ -39,6 +42,36 @@ def test_what_a_command_writes_is_read_back(tmp_path: Path) -> None:
     assert read_keys(path) == (ALICE, BOB)
     assert path.stat().st_mode & 0o777 == 0o600
     assert [file.name for file in tmp_path.iterdir()] == ["keys.toml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "2027-01-31T00:00:00",
+            r"keys.a.expires = '2027-01-31T00:00:00': has no time zone. Fix: .*Z",
+        ),
+        ("2027-01-31", r"keys.a.expires = .* is a date. Fix: .*2027-01-31T00:00:00Z"),
+        ('"2027-01-31T00:00:00Z"', r"keys.a.expires = .* is a str. Fix: .*not quoted"),
+    ],
+)
+def test_an_end_is_a_moment(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_keys(f'[keys.a]\nsha256 = "{HASH}"\nexpires = {text}\n', "keys.toml")
+
+
+@given(st.datetimes(timezones=OFFSETS), st.integers(-(10**5), 10**5))
+def test_an_end_is_written_as_it_is_meant(
+    tmp_path_factory: pytest.TempPathFactory, expires: datetime, later_s: int
+) -> None:
+    if not datetime(1970, 1, 2, tzinfo=UTC) < expires < datetime(9000, 1, 1, tzinfo=UTC):
+        return
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    add_to_file(path, replace(BOB, expires=expires))
+    [found] = read_keys(path)
+    assert found.expires == expires
+    assert found.has_expired(expires.timestamp() + later_s) is (later_s >= 0)
+    assert not BOB.has_expired(later_s)
 
 
 def test_lines_of_others_stay(tmp_path: Path) -> None:
@@ -85,6 +118,7 @@ def test_a_file_in_another_form_is_left_alone(tmp_path: Path) -> None:
     [
         ("", "has no table"),
         ("[keys", "no valid TOML"),
+        (f"[keys]\na = {'[' * 100_000}", "no valid TOML: nested too deep"),
         ("keys = 3", "has no table"),
         ("[other]", "'other' at its top"),
         ("[keys]\nbob = 3", "keys.bob"),

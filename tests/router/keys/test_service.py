@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from router.keys.ledger import Charge, KeyLedger, LimitKind
-from router.keys.record import KeyLimits
+from router.keys.record import LEAST_OUTPUT, KeyLimits
 from router.keys.service import KeysService, RemoteLedger
 from runtime.errors import PeerLostError
 from runtime.net import Credentials, Listen
@@ -69,7 +69,7 @@ async def test_what_a_request_cost_is_told_when_it_ends(shared: Shared) -> None:
     assert (await shared.first.admit(charge("http-1", 60), limits)).refused_by is None
     refused = await shared.second.admit(charge("http-2", 1), limits)
     assert refused.refused_by is LimitKind.CONCURRENCY
-    shared.first.settle(charge("http-1", 60), 25)
+    shared.first.settle(charge("http-1", 60), 60, 25, 5)
     async with asyncio.timeout(60):
         while shared.ledger.num_running("alice"):
             await asyncio.sleep(0.005)
@@ -77,6 +77,21 @@ async def test_what_a_request_cost_is_told_when_it_ends(shared: Shared) -> None:
     assert admitted.refused_by is None
     assert admitted.tokens is not None
     assert admitted.tokens.remaining == 74
+
+
+async def test_what_is_used_meanwhile_is_told_by_each_process(shared: Shared) -> None:
+    limits = KeyLimits(tokens_per_minute=1000, requests_per_minute=100)
+    long = replace(charge("http-1", 60), num_open=1)
+    assert (await shared.first.admit(long, limits)).num_tokens == 60 + LEAST_OUTPUT
+    shared.first.spend("alice", num_tokens=484)
+    shared.second.spend("alice", num_requests=2.5)
+    await shared.first.close()  # which tells what is left
+    await shared.second.close()
+    last = shared.ledger.decide(charge("here", 0), limits)
+    assert last.tokens is not None
+    assert last.tokens.remaining == 200
+    assert last.requests is not None
+    assert last.requests.remaining == 95  # of 95.5
 
 
 async def test_a_request_that_cannot_be_counted_is_not_let_in(shared: Shared) -> None:

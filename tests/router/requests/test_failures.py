@@ -91,6 +91,22 @@ async def test_the_reason_of_a_revoked_ticket_is_decodes(http, cluster: Cluster)
     assert (status, body["choices"][0]["text"]) == (200, ANSWER)
 
 
+async def test_a_cancel_that_is_not_the_clients_moves_the_request(
+    http: aiohttp.ClientSession, cluster: Cluster
+) -> None:
+    """Prefill saw its connection to the router break before the router did, and gave its ticket
+    up: decode's word of that comes first.
+    """
+    cluster.prefill.holds_runs = True
+    task = asyncio.create_task(post(http))
+    await until(lambda: cluster.prefill.num_computed == 1)
+    cluster.decode.fail(RequestCancelledError("prefill-0 rank 0 abandoned the transfer"))
+    cluster.prefill.go_on.set()
+    status, body = await task
+    assert (status, body["choices"][0]["text"]) == (200, ANSWER)
+    assert [request.request_id[-3:] == "-r1" for request in cluster.prefill.seen] == [False, True]
+
+
 async def test_another_pair_is_tried(http, cluster: Cluster) -> None:
     second = await cluster.add_decode("decode-1")
     await until(lambda: second.num_streams > 0)

@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 
 from router.pool.members import Member, Role, WorkerKey, WorkerLoad
+from router.requests import frames as frames_module
 from router.requests.frames import FrameStream
 from runtime.errors import ErrorCode, TandemError
 from runtime.pb import common_pb2, decode_pb2, registry_pb2
@@ -106,6 +107,25 @@ async def test_a_stream_that_does_not_stand_again_in_time_is_lost(
         other = await cluster.add_decode("decode-1")
         first.hangs_streams = True
         first.cut_streams()
+        assert await asyncio.wait_for(task, 60) == (200, ANSWER)
+    assert [request.num_output_tokens for request in other.seen] == [4]
+
+
+async def test_a_worker_that_falls_silent_is_left(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection stands, and so do its keepalives: its event loop hangs."""
+    monkeypatch.setattr(frames_module, "LISTEN_S", 0.5)
+    cluster = await start_router(resume_timeout_s=0.3)
+    await cluster.add_prefill()
+    first = await cluster.add_decode()
+    await until(lambda: first.num_streams > 0)
+    first.hold_after = 4
+    async with aiohttp.ClientSession(cluster.url) as http:
+        task = asyncio.create_task(answer(http))
+        await until(lambda: any(len(r.sent) == 3 for r in first.requests.values()))
+        other = await cluster.add_decode("decode-1")
+        first.is_silent = first.hangs_streams = True
         assert await asyncio.wait_for(task, 60) == (200, ANSWER)
     assert [request.num_output_tokens for request in other.seen] == [4]
 

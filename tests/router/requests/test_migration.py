@@ -215,7 +215,7 @@ async def test_what_a_worker_that_ended_by_its_own_fault_had_moves_once(
 ) -> None:
     """Any of its requests may have been the cause: a second worker may fall to it, not a third."""
     expected = await answer_of(http)
-    ended = InternalError("decode-0 rank 0 of 1 failed: bug", worker_ended=True)
+    ended = InternalError("decode-0 rank 0 of 1 failed: bug", suspect=True)
     other = await add_second(cluster)
     third = await cluster.add_decode("decode-2")
     await until(lambda: third.num_streams > 0)

@@ -162,7 +162,7 @@ async def test_a_prompt_of_a_prefill_group_that_ends_goes_to_another(
     name = RankName(instance="prefill-0", rank=1, num_ranks=2)
     other = await cluster.add_prefill("prefill-1")
     # As the rank itself would say it.
-    cluster.prefill.run_error = failure_of_requests(name, causes.get(kind))
+    cluster.prefill.run_error = failure_of_requests(name, causes.get(kind), in_step=True)
     for _ in range(4):
         assert await stream(http) == (ANSWER, None)
     failed = {request.request_id for request in cluster.prefill.seen}

@@ -217,6 +217,31 @@ def test_marks_that_are_tokens_are_known_by_their_ids_alone(name: str) -> None:
     assert read(reader_of(table, name), text) == Message(content=text)
 
 
+@pytest.mark.parametrize(
+    ("name", "behind"),
+    [
+        ("glm-4.5", "<tool_call>now\n{}</tool_call>"),
+        ("deepseek-v3.2", f'{INVOKE} name="now">{{}}{INVOKE_END}'),
+        ("hermes", '<tool_call>{{"name": "now"}}{}</tool_call>'),
+    ],
+)
+@pytest.mark.parametrize(("stray", "told"), [(" \n ", ""), (" a \n b ", " a \n b ")])
+def test_stray_text_in_a_call_is_told_whole_however_it_is_cut(
+    name: str, behind: str, stray: str, told: str
+) -> None:
+    text = behind.format(stray)
+    for pieces in ([text], list(text), [text[:-20], text[-20:]]):
+        message = read(reader_of(spelled(name), name), pieces)
+        assert message == Message(content=told, calls=[["now", "{}"]]), pieces
+
+
+def test_a_field_behind_the_arguments_takes_no_call_back() -> None:
+    text = '{"name": "now", "parameters": {}, "days": 3} and so on'
+    for pieces in ([text], list(text), [text[:40], text[40:]]):
+        message = read(reader_of(spelled("llama3-json"), "llama3-json"), pieces)
+        assert message == Message(content=" and so on", calls=[["now", "{}"]]), pieces
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_stands_around_calls(name: str) -> None:
     call = "".join(written(name, [("now", {})]))

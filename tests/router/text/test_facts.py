@@ -167,6 +167,13 @@ def test_added_tokens_that_are_none_are_refused(folder: Path, value: Any) -> Non
         load(folder)
 
 
+@pytest.mark.parametrize("token_id", [[1], {}, "9" * 5000, -1, 1.5, None], ids=str)
+def test_older_added_tokens_that_are_none_are_refused(folder: Path, token_id: Any) -> None:
+    (folder / "added_tokens.json").write_text(json.dumps({"<new>": token_id}))
+    with pytest.raises(ConfigError, match="added tokens"):
+        load(folder)
+
+
 def test_an_end_that_is_no_id_is_refused(folder: Path) -> None:
     change(folder, "generation_config.json", eos_token_id="two")
     with pytest.raises(ConfigError, match=r"generation_config\.json.*'two'"):

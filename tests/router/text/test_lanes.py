@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import threading
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from router.text.lanes import INLINE_BYTES, LONG_BYTES, Lanes
 from router.text.tokenizer import BATCH_TEXTS, Tokenizer
+from tests.router.text.payers import Tenant
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -58,6 +64,91 @@ async def test_work_for_who_has_left_is_dropped(lanes: Lanes) -> None:
     assert lanes.num_pending == 0
     await lanes.run(LONG_BYTES + 1, lambda _: done.append("next"))
     assert done == ["told", "next"]
+
+
+async def test_a_tenant_waits_for_one_piece_of_work_of_another_and_not_for_all(
+    lanes: Lanes,
+) -> None:
+    go, done = threading.Event(), list[str]()
+    crowd, alone = Tenant("crowd"), Tenant("alone")
+
+    def work(name: str) -> Callable[[object], None]:
+        def run(_: object) -> None:
+            go.wait(60)
+            done.append(name)
+
+        return run
+
+    long = LONG_BYTES + 1
+    waiting = [asyncio.create_task(lanes.run(long, work("crowd"), crowd)) for _ in range(32)]
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(lanes.run(long, work("alone"), alone)))
+    await asyncio.sleep(0)
+    go.set()
+    await asyncio.gather(*waiting)
+    assert done.index("alone") <= 1
+    assert (len(crowd.paid_s), len(alone.paid_s)) == (32, 1)
+
+
+async def test_seconds_of_cpu_are_paid_for_wherever_they_are_spent_and_who_has_left_pays(
+    lanes: Lanes,
+) -> None:
+    running, go = threading.Event(), threading.Event()
+
+    def spend(_: object) -> None:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+
+    def fail(_: object) -> None:
+        spend(_)
+        raise ValueError("no text")
+
+    def linger(_: object) -> None:
+        running.set()
+        go.wait(60)
+        spend(_)
+
+    tenant = Tenant("alice")
+    for num_bytes in (INLINE_BYTES, LONG_BYTES, LONG_BYTES + 1):
+        await lanes.run(num_bytes, spend, tenant)
+        with pytest.raises(ValueError, match="no text"):
+            await lanes.run(num_bytes, fail, tenant)
+    leaving = asyncio.create_task(lanes.run(LONG_BYTES + 1, linger, tenant))
+    await asyncio.to_thread(running.wait, 60)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert len(tenant.paid_s) == 6
+    go.set()
+    await until(lambda: len(tenant.paid_s) == 7)
+    assert all(0.02 <= paid < 10 for paid in tenant.paid_s)
+
+
+class Text:
+    """What work is about; a reference to it is weak."""
+
+
+async def test_work_that_fails_leaves_nothing_for_the_garbage_collector(lanes: Lanes) -> None:
+    """8 MiB each, and a collector that stops the event loop."""
+    kept: list[weakref.ref[Text]] = []
+
+    async def fail() -> None:
+        text = Text()
+        kept.append(weakref.ref(text))
+
+        def work(_: object) -> None:
+            raise ValueError(f"{text} is no request")
+
+        with contextlib.suppress(ValueError):
+            await lanes.run(LONG_BYTES + 1, work, Tenant("alice"))
+
+    gc.disable()
+    try:
+        await fail()
+        await asyncio.sleep(0)
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_many_texts_are_encoded_as_one_by_one(tokenizer: Tokenizer) -> None:

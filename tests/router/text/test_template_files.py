@@ -81,7 +81,9 @@ def test_what_does_not_count_is_told(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("value", [1, [1], [{"name": "x"}], {"a": 1}], ids=str)
+@pytest.mark.parametrize(
+    "value", [1, [1], [{"name": "x"}], [{"name": ["x"], "template": "t"}], {"a": 1}], ids=str
+)
 def test_what_is_no_template_is_refused_with_its_file(tmp_path: Path, value: object) -> None:
     write(tmp_path, {SETTINGS: {"chat_template": value}})
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json.*chat_template"):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.requests.line import WaitingLine
+from router.keys.line import WaitingLine
 from router.requests.pace import Pace
 from runtime.tiers import Standing
 
@@ -85,6 +85,89 @@ def test_a_low_tier_advances_by_its_share() -> None:
     order = popped(line_of(crowd))[:80]
     num_low = sum(number >= 100 for number in order)
     assert 18 <= num_low <= 20
+
+
+COSTS = st.lists(st.integers(1, 9), min_size=1, max_size=40)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(COSTS, min_size=2, max_size=5),
+    st.lists(st.integers(0, 4), max_size=20),
+    st.booleans(),
+)
+def test_no_tenant_that_waits_gets_less_than_another_but_for_one_turn(
+    costs: list[list[int]], joined_later: list[int], is_charged_after: bool
+) -> None:
+    """Whatever turns cost, whoever joins when, and whether the cost is known before or after."""
+    line = WaitingLine[Person]()
+    waiting = [
+        [
+            Person(cost, Standing(tenant=f"{tenant}"), 0 if is_charged_after else cost)
+            for cost in own
+        ]
+        for tenant, own in enumerate(costs)
+    ]
+    late = set(joined_later) & set(range(1, len(costs)))
+    for tenant in set(range(len(costs))) - late:
+        for person in waiting[tenant]:
+            line.add(person)
+    had = dict.fromkeys(range(len(costs)), 0)
+    since = {tenant: dict(had) for tenant in range(len(costs)) if tenant not in late}
+    left = [len(own) for own in waiting]
+    while (person := line.pop()) is not None:
+        if is_charged_after:
+            line.charge(person.standing.tenant, person.number)
+        one = int(person.standing.tenant)
+        had[one] += person.number
+        left[one] -= 1
+        for tenant, before in since.items():
+            if left[tenant]:
+                got = had[tenant] - before[tenant]
+                for other in had:
+                    assert had[other] - before[other] <= got + max(costs[tenant]) + max(
+                        costs[other]
+                    )
+        since = {tenant: before for tenant, before in since.items() if left[tenant]}
+        if late:
+            joining = late.pop()
+            for each in waiting[joining]:
+                line.add(each)
+            since[joining] = dict(had)
+    assert left == [0] * len(costs)
+
+
+def test_who_comes_alone_is_next_behind_a_crowd_of_another() -> None:
+    line = WaitingLine[Person]()
+    crowd = [Person(number, Standing(tenant="crowd")) for number in range(1000)]
+    for person in crowd:
+        line.add(person)
+    for _ in range(100):
+        line.pop()
+    alone = Person(0, Standing(tenant="alone"))
+    line.add(alone)
+    line.pop()  # they have had the same
+    assert alone not in list(line) or line.pop() is alone
+
+
+def test_a_tenant_that_may_not_go_keeps_its_place() -> None:
+    line = WaitingLine[Person]()
+    crowd = [Person(number, Standing(tenant=name)) for number, name in enumerate("aab")]
+    for person in crowd:
+        line.add(person)
+    assert line.pop(lambda tenant: tenant != "a") is crowd[2]
+    assert line.pop(lambda tenant: tenant != "a") is None
+    assert line.num_waiting_of("a") == 2
+    assert popped(line) == [0, 1]
+
+
+def test_priority_goes_before_tenants_of_one_tier_and_a_tier_before_both() -> None:
+    places = (("a", 1, -2), ("a", 0, 0), ("a", 0, 0), ("b", 0, 0), ("b", 0, 1))
+    crowd = [
+        Person(number, Standing(tenant=tenant, order=order, priority=priority))
+        for number, (tenant, order, priority) in enumerate(places)
+    ]
+    assert popped(line_of(crowd)) == [1, 3, 2, 4, 0]
 
 
 def test_the_last_of_the_last_tier_makes_room() -> None:
