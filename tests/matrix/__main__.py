@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.matrix.cells import Cell, make_cells
+
+if TYPE_CHECKING:
+    from tests.matrix.experiment import Experiment
 
 NUM_CELLS = 200
 _INSIDE = "TANDEM_MATRIX_INSIDE"
@@ -55,45 +60,59 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(seed: int, cells: list[tuple[int, Cell]], folder: Path, *, is_private: bool) -> int:
     # Imported late: a list of cells needs none of it.
-    from tests.matrix.experiment import (
-        ENTRYPOINTS,
-        NUM_PLACES,
-        Experiment,
-        config_in,
-        make_keys,
-    )
     from tests.matrix.faults import NAMESPACED, enter_private_disk
+
+    if is_private:
+        enter_private_disk(folder)
+    else:
+        for number, cell in cells:
+            if cell.fault in NAMESPACED:
+                print(f"cell {number} is not run, it needs root: {cell}", flush=True)
+        cells = [one for one in cells if one[1].fault not in NAMESPACED]
+    num_bad = num_clusters = 0
+    while cells:
+        num_clusters += 1
+        with _experiment(folder / str(num_clusters)) as experiment:
+            is_whole = True
+            while cells and is_whole:  # what one cell broke is no fault of the next one
+                (number, cell), *cells = cells
+                report = asyncio.run(experiment.run(number, seed, cell))
+                num_bad += bool(report.problems)
+                is_whole = report.is_whole
+                print(report.to_json(), flush=True)
+            if report.problems:
+                _keep_logs(experiment.folder)
+    return int(num_bad > 0)
+
+
+@contextlib.contextmanager
+def _experiment(folder: Path) -> Iterator[Experiment]:
+    """On a cluster that starts here, and ends behind it."""
+    from tests.deploy.control.cluster import ControlledCluster
+    from tests.matrix.experiment import ENTRYPOINTS, NUM_PLACES, Experiment, config_in, make_keys
     from tests.matrix.moments import FOLDER
     from tests.matrix.stage import Stage
 
-    disk, moments = folder / "disk", folder / "moments"
-    for path in (disk, moments):
-        path.mkdir()
-    if is_private:
-        enter_private_disk(disk)
-    os.environ[FOLDER] = str(moments)
-    keys = make_keys(folder / "keys.toml")
-    config = config_in(disk, folder / "keys.toml")
-    from tests.deploy.control.cluster import ControlledCluster
+    with tempfile.TemporaryDirectory(prefix="tandem-moments-") as moments:
+        folder.mkdir()
+        os.environ[FOLDER] = moments
+        keys_file = Path(moments) / "keys.toml"
+        keys = make_keys(keys_file)
+        cluster = ControlledCluster(
+            config_in(folder, keys_file),
+            folder,
+            room=NUM_PLACES,
+            entrypoints=ENTRYPOINTS,
+            start_s=280.0,
+        )
+        with Stage(Path(moments)) as stage, cluster.running():
+            yield Experiment(cluster, stage, folder, keys)
 
-    cluster = ControlledCluster(
-        config, disk, room=NUM_PLACES, entrypoints=ENTRYPOINTS, start_s=280.0
-    )
-    num_bad = 0
-    with Stage(moments) as stage, cluster.running():
-        experiment = Experiment(cluster, stage, disk, keys)
-        for number, cell in cells:
-            if cell.fault in NAMESPACED and not is_private:
-                print(f"cell {number} is not run, it needs root: {cell}", flush=True)
-                continue
-            report = asyncio.run(experiment.run(number, seed, cell))
-            num_bad += bool(report.problems)
-            print(report.to_json(), flush=True)
-        if num_bad:
-            kept = Path(tempfile.mkdtemp(prefix="tandem-matrix-logs-"))
-            shutil.copytree(cluster.run_dir.path, kept, dirs_exist_ok=True)
-            print(f"logs are in {kept}", file=sys.stderr)
-    return int(num_bad > 0)
+
+def _keep_logs(folder: Path) -> None:
+    kept = tempfile.mkdtemp(prefix="tandem-matrix-logs-")
+    shutil.copytree(folder, kept, dirs_exist_ok=True)
+    print(f"logs are in {kept}", file=sys.stderr)
 
 
 if __name__ == "__main__":

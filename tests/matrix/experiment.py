@@ -105,6 +105,8 @@ class Report:
     seconds: float
     num_answers: int
     problems: tuple[str, ...]
+    is_whole: bool
+    """Whether the cluster serves and holds nothing when all is over."""
 
     def to_json(self) -> str:
         """One line."""
@@ -140,10 +142,12 @@ class Experiment:
         finally:
             self._stage.disarm()
         found += trial.problems()
+        is_whole = True
         try:
             await self._restore(cell, trial)
             await self.until_whole()
         except AssertionError as error:
+            is_whole = False
             found.append(f"not whole afterwards: {error}: {self.lacks()}")
         left = [event.text for event in interrupted(self._cluster.events())]
         if left and cell.fault is not Fault.FULL_DISK:  # which takes no more lines
@@ -156,6 +160,7 @@ class Experiment:
             seconds=round(time.monotonic() - began, 1),
             num_answers=len(trial.answers),
             problems=tuple(found),
+            is_whole=is_whole,
         )
 
     async def ask(self, session: aiohttp.ClientSession, ask: Ask) -> Answer:
