@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from deploy.checks import resolve_config
+from deploy.errors import ClusterError
 from deploy.fleet import Fleet
 from deploy.model_folder import model_like
 from deploy.plan import Role
@@ -100,5 +101,10 @@ def _revisions(folder: Path) -> list[tuple[int, Path]]:
 
 def _write(path: Path, config: ClusterConfig) -> None:
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(dump_config(config), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(dump_config(config), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write {path} ({error.strerror}). Fix: make room there, then do it again"
+        ) from error

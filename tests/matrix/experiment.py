@@ -196,7 +196,8 @@ class Experiment:
     def command(self, *words: str) -> int:
         """One of `tandem`."""
         chosen = () if words[0] == "apply" else ("--config", self._cluster.config_file)
-        return tandem([*words, *chosen])
+        with contextlib.redirect_stdout(sys.stderr):
+            return tandem([*words, *chosen])
 
     def changed_config(self) -> str:
         """A file with a setting changed that decode reads."""
