@@ -91,6 +91,7 @@ class EventLog:
         """Go on after the events in ``path``; None: remember, and write nothing."""
         self._path = path
         self._ring: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._unwritten: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._num_seen = 0
         self._changed = asyncio.Event()
         if path is not None:
@@ -108,11 +109,15 @@ class EventLog:
         self._num_seen += 1
         self._changed.set()
         self._changed = asyncio.Event()
+        if self._path is None:
+            return ""
+        self._unwritten.append(event)
         try:
-            if self._path is not None:
-                append_event(self._path, event)
+            while self._unwritten:
+                append_event(self._path, self._unwritten[0])
+                self._unwritten.popleft()
         except OSError as error:
-            # A full disk must not stop the cluster; the ring still knows.
+            # A full disk must not stop the cluster; what is missing is written with the next one.
             logger.error("an event is not on record %s", fields(path=self._path, error=error))
             return f"{self._path}: {error.strerror or error}"
         return ""

@@ -127,7 +127,7 @@ class Experiment:
 
     async def run(self, number: int, seed: int, cell: Cell) -> Report:
         """One cell; the cluster is whole before it, or the problem is told."""
-        began = time.monotonic()
+        began, since = time.monotonic(), time.time()
         draw = random.Random(f"{seed} {number}")
         others = [feature for feature in Feature if feature is not cell.feature]
         asks = [make_ask(x, draw) for x in (cell.feature, *draw.sample(others, NUM_COMPANIONS))]
@@ -149,8 +149,9 @@ class Experiment:
         except AssertionError as error:
             is_whole = False
             found.append(f"not whole afterwards: {error}: {self.lacks()}")
-        left = [event.text for event in interrupted(self._cluster.events())]
-        if left and cell.fault is not Fault.FULL_DISK:  # which takes no more lines
+        events = [event for event in self._cluster.events() if event.time >= since]
+        left = [event.text for event in interrupted(events)]
+        if left and cell.fault is not Fault.FULL_DISK:  # the line is written with the next one
             found.append(f"half done: {left}")
         return Report(
             number=number,
