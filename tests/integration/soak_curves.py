@@ -17,10 +17,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tests.integration.cluster import Cluster
+if TYPE_CHECKING:
+    from tests.integration.cluster import Cluster
 
 EVERY_S = 5.0
 NUM_BLOCKS = 12
