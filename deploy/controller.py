@@ -8,11 +8,12 @@ instances there are (`deploy.control`). The controller touches no request.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.control.events import EventKind, EventLog
+from deploy.control.events import Event, EventKind, EventLog, interrupted
 from deploy.control.membership import died_while_starting
 from deploy.control.pool_events import PoolEvents
 from deploy.errors import ClusterError
@@ -30,6 +31,8 @@ logger = get_logger(__name__)
 
 _STARTING_TICK_S = 0.2
 _SERVING_TICK_S = 0.5
+_DRAIN_S = 30.0
+"""For requests at what leaves, as `--deadline` of the commands."""
 _KILL_AFTER_S = 32.0
 """Longer than any role's own grace period, after which it ends by itself."""
 _WORKERS = frozenset({Role.PREFILL, Role.DECODE})
@@ -81,7 +84,10 @@ class Controller:
         self._on_change = on_change
         self._on_listening = on_listening
         self._timeout_s = timeout_s
+        self._began = time.monotonic()
         self._former = tuple(former)
+        self._interrupted: list[Event] = []
+        """Operations of a controller that is gone, until they are being finished."""
         self.goes_on = False
         """Whether ``run`` leaves the processes to themselves."""
         self._phase = Phase.STARTING
@@ -122,9 +128,14 @@ class Controller:
 
     async def _start_and_serve(self) -> None:
         logger.info("starting %s", fields(num_instances=len(self.fleet.instances)))
+        broken_off = interrupted(self._events.newest())
         self._events.add(EventKind.STARTED, f"starting {self.fleet.context.config.cluster.name}")
+        for event in broken_off:
+            text = f"{event.text}: its controller ended before it did"
+            self._events.add(EventKind.FAILED, text, who=event.who)
         self._watch.start()
         if self._former:
+            self._interrupted = broken_off
             await self._take_over()
         else:
             await self._start()
@@ -180,7 +191,28 @@ class Controller:
         self.fleet.reap()
         for instance, death in await self.fleet.poll():
             self.fleet.revive(instance, death)
+        if self._interrupted and self._knows_all():
+            self._finish()
         self._publish()
+
+    def _knows_all(self) -> bool:
+        """Whether all that was taken over serves, or has had its time to."""
+        is_late = time.monotonic() - self._began > self._timeout_s
+        known = (Phase.READY, Phase.DRAINED, Phase.STOPPED)
+        return is_late or all(one.phase in known for one in self.fleet.instances)
+
+    def _finish(self) -> None:
+        """Begin to make whole what operations of a former controller left half done."""
+        from deploy.control.apply import prepare_finish
+
+        assert self._server is not None
+        try:
+            prepared = prepare_finish(self.fleet, self._interrupted, _DRAIN_S)
+            self._server.desk.begin(prepared.request, prepared.work)
+        except ClusterError as error:  # an operator's turn, or too few serve: at the next tick
+            logger.info("%s", error)
+        else:
+            self._interrupted = []
 
     async def _stop_all(self) -> None:
         if self._phase is Phase.STARTING:

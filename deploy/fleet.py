@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from deploy.child import LogPiece
 from deploy.control.events import EventKind, EventLog
@@ -21,6 +22,8 @@ from deploy.launcher import Launcher
 from deploy.plan import InstancePlan, Role, RunContext, plan_instances
 from deploy.pool_watch import PoolMember, PoolWatch
 from deploy.state import Phase, ProcessState
+from runtime.config_file import load_config
+from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 
 logger = get_logger(__name__)
@@ -109,6 +112,14 @@ class Fleet:
         names = ", ".join(state.name for state in self.process_states())
         raise WrongArgumentError(f"there is no process {process!r}. Fix: one of {names}")
 
+    def half_drained(self) -> list[Instance]:
+        """Those that take nothing new although nobody set them aside."""
+        return [
+            one
+            for one in self.instances
+            if one.phase is Phase.READY and not one.is_set_aside and self._is_draining(one)
+        ]
+
     def plan_of(self, role: Role, name: str) -> InstancePlan:
         """What an instance of ``role`` is in the present configuration."""
         plans = [plan for plan in plan_instances(self.context.config) if plan.role is role]
@@ -142,7 +153,9 @@ class Fleet:
         """
         found = {one.instance: one for one in former}
         self.instances = [
-            Instance(self.plan_of(Role(one.role), name), self.context, self.launcher)
+            Instance(
+                self.plan_of(Role(one.role), name), self._context_of(one.config_path), self.launcher
+            )
             for name, one in found.items()
         ]
         for instance in self.instances:
@@ -153,6 +166,17 @@ class Fleet:
                 logger.info("took over %s", fields(instance=name))
             else:
                 self.revive(instance)
+
+    def _context_of(self, path: str) -> RunContext:
+        """Of what was started with the configuration in that file; the present one without it."""
+        if path in ("", str(self.context.config_path)):
+            return self.context
+        try:
+            config = load_config(Path(path))
+        except ConfigError as error:
+            logger.warning("%s", error)
+            return self.context
+        return dataclasses.replace(self.context, config=config, config_path=Path(path))
 
     async def poll(self) -> list[tuple[Instance, Death]]:
         """Read the news of all that are settled, and return who died."""

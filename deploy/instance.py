@@ -219,6 +219,7 @@ class Instance:
             num_restarts=self.num_restarts,
             log_path=rank.spec.log_path if rank else str(log_path(self.plan, index, self.context)),
             host=rank.place.host if rank is not None and rank.place.folder else "",
+            config_path=str(self.context.config_path),
         )
 
     def _serves(self, members: PoolMembers, *, router_ready: bool) -> bool:

@@ -163,6 +163,7 @@ class _Run:
             processes=tuple(_planned_processes(config)),
         )
         self._state = dataclasses.replace(former.state, pid=os.getpid()) if former else planned
+        self._is_published = False
 
     @property
     def _keeps(self) -> bool:
@@ -266,7 +267,7 @@ class _Run:
         state = dataclasses.replace(
             self._state, phase=phase, processes=tuple(processes), ready_s=ready_s
         )
-        if state != self._state:
+        if state != self._state or not self._is_published:
             self._state = state
             self._publish()
 
@@ -275,7 +276,7 @@ class _Run:
         self._publish()
 
     def _publish(self) -> None:
-        self._run_dir.write_state(self._state)
+        self._is_published = self._run_dir.write_state(self._state)
         self._on_state(self._state)
 
 

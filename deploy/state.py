@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from deploy.errors import ClusterError
+from runtime.logging import fields, get_logger
+
+logger = get_logger(__name__)
 
 
 class Phase(enum.StrEnum):
@@ -51,6 +54,8 @@ class ProcessState:
     log_path: str = ""
     host: str = ""
     """Where it runs, and its log is; empty: the controller's machine."""
+    config_path: str = ""
+    """The configuration that it was started with, on the controller's machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +130,7 @@ class RunDir:
         self.events_path = path / "events.jsonl"
         """What happened, of this run and of those before it."""
         self._state_path = path / "state.json"
+        self._is_written = True
         self.tls_dir = path / "tls"
         """Certificates of this run, where it makes its own."""
         self._secret_path = path / "secret"
@@ -186,9 +192,18 @@ class RunDir:
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None
 
-    def write_state(self, state: ClusterState) -> None:
-        """Replace the state file."""
-        _write_private(self._state_path, state.to_json())
+    def write_state(self, state: ClusterState) -> bool:
+        """Replace the state file; whether it could be, as a full disk must stop no cluster."""
+        was_written = self._is_written
+        try:
+            _write_private(self._state_path, state.to_json())
+        except OSError as error:
+            self._is_written = False
+            if was_written:  # not at every attempt
+                logger.error("the state file is of before %s", fields(error=error))
+        else:
+            self._is_written = True
+        return self._is_written
 
     def read_secret(self) -> str:
         """The running cluster's secret; empty when there is none."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.checks import check_config, checked_keys
@@ -12,7 +14,7 @@ from deploy.control.difference import (
     difference,
     rolled_roles,
 )
-from deploy.control.events import EventKind
+from deploy.control.events import Event, EventKind
 from deploy.control.members import start_members, stop_members
 from deploy.control.operation import Operation, Request
 from deploy.control.plans import (
@@ -62,7 +64,7 @@ class _Application:
     async def carry_out(self, operation: Operation) -> str:
         """Scale, then roll; where that fails, what starts from then on starts as before."""
         fleet, deadline_s = self.fleet, self.deadline_s
-        if not self.changes and not self.rolling:
+        if not (self.changes or self.rolling or self.starting or self.leaving):
             return "nothing differs"
         former = fleet.context.config
         adopt(fleet, self.wanted)
@@ -77,8 +79,10 @@ class _Application:
             raise
         finally:
             for role in WORKER_ROLES:
-                keep_size(fleet, role)
+                keep_size(fleet, role, len(fleet.of_role(role)))
             forget_unused(fleet)
+        if not self.changes:
+            return "the cluster is as it is wanted"
         return f"the cluster runs it: {_summary(self.changes)}"
 
     def plan(self, what: str) -> OperationPlan:
@@ -111,22 +115,10 @@ async def prepare_apply(fleet: Fleet, wish: ApplyWish) -> Prepared:
     enough = num_devices_needed(plan_instances(wanted))
     await asyncio.to_thread(check_config, wanted, num_devices=enough)
     checked_keys(wanted)
-    more = {role: _count_of(wanted, role) - len(fleet.of_role(role)) for role in WORKER_ROLES}
-    leaving = {r: choose_leaving(fleet, r, -count) for r, count in more.items() if count < 0}
-    await _check_scales(fleet, wanted, more)
-    gone = [one for instances in leaving.values() for one in instances]
-    rolling = [one for one in _outdated(fleet, wanted) if one not in gone]
+    application = _application(fleet, wanted, changes, wish.deadline_s)
+    await _check_scales(application)
     if not wish.allow_gap:
-        await _check_gaps(fleet, wanted, rolling)
-    application = _Application(
-        fleet=fleet,
-        wanted=wanted,
-        changes=changes,
-        starting={r: fleet.free_names(r, count) for r, count in more.items() if count > 0},
-        leaving=leaving,
-        rolling=rolling,
-        deadline_s=wish.deadline_s,
-    )
+        await _check_gaps(fleet, wanted, application.rolling)
     what = f"apply {changes[0].field}" if len(changes) == 1 else f"apply {len(changes)} changes"
     return Prepared(
         plan=application.plan(what),
@@ -137,6 +129,44 @@ async def prepare_apply(fleet: Fleet, wish: ApplyWish) -> Prepared:
             roles=frozenset(Role),
         ),
         work=application.carry_out,
+    )
+
+
+def prepare_finish(fleet: Fleet, interrupted: Sequence[Event], deadline_s: float) -> Prepared:
+    """What makes the cluster whole after operations whose controller is gone.
+
+    Sizes and settings become those that are wanted, and whoever was told to drain, and was not set
+    aside, starts again.
+
+    Raises:
+        RefusedError: nobody of a role would be left that takes requests.
+    """
+    application = _application(fleet, fleet.context.config, (), deadline_s)
+    gone = [one for instances in application.leaving.values() for one in instances]
+    halves = [one for one in fleet.half_drained() if one not in [*gone, *application.rolling]]
+    application = dataclasses.replace(application, rolling=[*application.rolling, *halves])
+    what = "finish what a controller left: " + ", ".join(event.text for event in interrupted)
+    return Prepared(
+        plan=application.plan(what),
+        request=Request(kind=EventKind.APPLY, what=what, who="", roles=frozenset(Role)),
+        work=application.carry_out,
+    )
+
+
+def _application(
+    fleet: Fleet, wanted: ClusterConfig, changes: tuple[FieldChange, ...], deadline_s: float
+) -> _Application:
+    more = {role: _count_of(wanted, role) - len(fleet.of_role(role)) for role in WORKER_ROLES}
+    leaving = {r: choose_leaving(fleet, r, -count) for r, count in more.items() if count < 0}
+    gone = [one for instances in leaving.values() for one in instances]
+    return _Application(
+        fleet=fleet,
+        wanted=wanted,
+        changes=changes,
+        starting={r: fleet.free_names(r, count) for r, count in more.items() if count > 0},
+        leaving=leaving,
+        rolling=[one for one in _outdated(fleet, wanted) if one not in gone],
+        deadline_s=deadline_s,
     )
 
 
@@ -162,12 +192,12 @@ def _outdated(fleet: Fleet, wanted: ClusterConfig) -> list[Instance]:
     ]
 
 
-async def _check_scales(fleet: Fleet, wanted: ClusterConfig, more: dict[Role, int]) -> None:
-    plans = {plan.role: plan for plan in plan_instances(wanted)}
-    for role, count in more.items():
-        if count > 0:
-            now = len(fleet.of_role(role))
-            await check_room(fleet, plans[role], count, f"{role.value}.instances", now)
+async def _check_scales(application: _Application) -> None:
+    fleet = application.fleet
+    plans = {plan.role: plan for plan in plan_instances(application.wanted)}
+    for role, names in application.starting.items():
+        now = len(fleet.of_role(role))
+        await check_room(fleet, plans[role], len(names), f"{role.value}.instances", now)
 
 
 async def _check_gaps(fleet: Fleet, wanted: ClusterConfig, rolling: list[Instance]) -> None:

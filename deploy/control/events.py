@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +50,9 @@ class EventKind(enum.StrEnum):
     JOINED = "joined"
     DRAINING = "draining"
     LEFT = "left"
+
+
+_OPERATIONS = frozenset({EventKind.SCALE, EventKind.DRAIN, EventKind.RESTART, EventKind.APPLY})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,7 @@ class EventLog:
         """Go on after the events in ``path``; None: remember, and write nothing."""
         self._path = path
         self._ring: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._unwritten: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._num_seen = 0
         self._changed = asyncio.Event()
         if path is not None:
@@ -105,11 +109,15 @@ class EventLog:
         self._num_seen += 1
         self._changed.set()
         self._changed = asyncio.Event()
+        if self._path is None:
+            return ""
+        self._unwritten.append(event)
         try:
-            if self._path is not None:
-                append_event(self._path, event)
+            while self._unwritten:
+                append_event(self._path, self._unwritten[0])
+                self._unwritten.popleft()
         except OSError as error:
-            # A full disk must not stop the cluster; the ring still knows.
+            # A full disk must not stop the cluster; what is missing is written with the next one.
             logger.error("an event is not on record %s", fields(path=self._path, error=error))
             return f"{self._path}: {error.strerror or error}"
         return ""
@@ -175,3 +183,16 @@ def read_events(path: Path) -> list[Event]:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             events.append(Event.from_json(line))
     return events
+
+
+def interrupted(events: Iterable[Event]) -> list[Event]:
+    """The operations among ``events`` that began and did not end, oldest first."""
+    begun: dict[tuple[str, str], Event] = {}
+    for event in events:
+        if event.kind in _OPERATIONS:
+            begun[event.who, event.text] = event
+        elif event.kind in (EventKind.DONE, EventKind.FAILED):
+            for who, text in list(begun):
+                if event.who == who and event.text.startswith(f"{text}: "):
+                    del begun[who, text]
+    return list(begun.values())

@@ -60,13 +60,14 @@ async def prepare_scale(fleet: Fleet, wish: ScaleWish) -> Prepared:
     what = f"scale {role.value} from {now} to {target}"
 
     async def work(operation: Operation) -> str:
+        keep_size(fleet, role, target)  # for whoever has to finish it
         try:
             if names:
                 await start_members(fleet, operation, role, names)
             if leaving:
                 await stop_members(fleet, operation, leaving, wish.deadline_s)
         finally:
-            keep_size(fleet, role)
+            keep_size(fleet, role, len(fleet.of_role(role)))
         if target == now:
             return f"{role.value} has {now} already"
         return f"{role.value} has {target}"

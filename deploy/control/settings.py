@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 from deploy.checks import resolve_config
+from deploy.errors import ClusterError
 from deploy.fleet import Fleet
 from deploy.model_folder import model_like
 from deploy.plan import Role
@@ -32,9 +33,9 @@ def with_instances(config: ClusterConfig, role: Role, count: int) -> ClusterConf
     return dataclasses.replace(config, decode=decode)
 
 
-def keep_size(fleet: Fleet, role: Role) -> None:
-    """Note how many instances a role has now."""
-    config = with_instances(fleet.context.config, role, max(1, len(fleet.of_role(role))))
+def keep_size(fleet: Fleet, role: Role, count: int) -> None:
+    """Note how many instances a role has, or is to have."""
+    config = with_instances(fleet.context.config, role, max(1, count))
     fleet.context = dataclasses.replace(fleet.context, config=config)
     _write(fleet.context.config_path, config)
     _write(_folder(fleet) / MAIN_FILE, config)
@@ -50,6 +51,7 @@ def adopt(fleet: Fleet, config: ClusterConfig) -> None:
             former = folder / f"config-{number + 1}.toml"
             _write(former, instance.context.config)
             instance.context = dataclasses.replace(instance.context, config_path=former)
+    fleet.publish()
     path = folder / f"config-{number + 2}.toml"
     _write(path, config)
     _write(main, config)
@@ -99,5 +101,10 @@ def _revisions(folder: Path) -> list[tuple[int, Path]]:
 
 def _write(path: Path, config: ClusterConfig) -> None:
     temporary = path.with_name(f".{path.name}")
-    temporary.write_text(dump_config(config), encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(dump_config(config), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write {path} ({error.strerror}). Fix: make room there, then do it again"
+        ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,23 @@ def test_written_files_are_private(tmp_path: Path) -> None:
     run_dir.clear_secret()
     assert run_dir.read_state() is None
     assert run_dir.read_secret() == ""
+
+
+def test_a_full_disk_leaves_the_former_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = made(tmp_path / "one")
+    assert run_dir.write_state(some_state("one"))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        assert not run_dir.write_state(some_state("two"))
+    assert run_dir.read_state() == some_state("one")
+    assert run_dir.write_state(some_state("two"))
+    assert run_dir.read_state() == some_state("two")
 
 
 def test_a_run_directory_has_one_owner(tmp_path: Path) -> None:

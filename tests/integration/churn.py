@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import BinaryIO
 
 from tests.integration.cluster import Cluster
@@ -114,10 +114,12 @@ class Churn:
         cut_every_s: float,
         cut_s: float = 2.0,
         seed: int = 31,
+        spared: Collection[str] = (),
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._cluster = cluster
         self._draw = random.Random(seed)
+        self._spared = frozenset(spared)
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         plan: list[tuple[str, float, Callable[[], None]]] = [
@@ -158,10 +160,10 @@ class Churn:
     def _restart(self, role: str) -> None:
         """Kill one instance of the role, if another one is there to go on."""
         section = self._cluster.config.prefill if role == "prefill" else self._cluster.config.decode
-        alive = {w["instance"] for w in self._workers() if w["role"] == role}
+        alive = {str(w["instance"]) for w in self._workers() if w["role"] == role}
         if len(alive) < section.instances:
             return
-        victim = self._draw.choice(sorted(alive))
+        victim = self._draw.choice(sorted(alive - self._spared))
         names = [name for name in self._cluster.processes if name.startswith(f"{victim}/")]
         for name in names:
             self._cluster.kill(name)

@@ -64,7 +64,9 @@ class ControlledCluster:
             controller = asyncio.run_coroutine_threadsafe(self._make(), loop).result(60)
             run = asyncio.run_coroutine_threadsafe(controller.run(), loop)
             try:
-                wait_until(lambda: self._state.phase is Phase.READY or run.done(), "ready", 120)
+                wait_until(
+                    lambda: self._state.phase is Phase.READY or run.done(), "ready", self._start_s
+                )
                 yield self
             finally:
                 loop.call_soon_threadsafe(controller.request_stop)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 
-from deploy.control.events import MOST_EVENTS, Event, EventKind, EventLog, read_events
+import pytest
+
+from deploy.control.events import MOST_EVENTS, Event, EventKind, EventLog, interrupted, read_events
 from deploy.control.operation import Operation, OperationDesk, Outcome, Request, Step
 from deploy.control.pool_events import PoolEvents
 from deploy.plan import Role
@@ -66,6 +69,25 @@ async def test_a_line_that_a_full_disk_tore_spoils_no_other(tmp_path: Path) -> N
     path.write_text('{"time": 1.0, "kind": "jo')
     EventLog(path).add(EventKind.JOINED, "whole")
     assert [event.text for event in read_events(path)] == ["whole"]
+
+
+async def test_what_a_full_disk_did_not_take_is_written_with_the_next_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.add(EventKind.SCALE, "scale decode")
+    with monkeypatch.context() as patch:
+        patch.setattr("deploy.control.events.append_event", _no_room)
+        assert log.add(EventKind.DONE, "scale decode: decode has 2")
+    assert [event.text for event in interrupted(read_events(path))] == ["scale decode"]
+    assert log.add(EventKind.JOINED, "decode-1") == ""
+    assert [event.kind for event in read_events(path)] == ["scale", "done", "joined"]
+    assert interrupted(read_events(path)) == []
+
+
+def _no_room(path: Path, event: Event) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 async def test_a_failure_to_write_is_told(tmp_path: Path) -> None:
