@@ -23,7 +23,6 @@ from tests.decode.test_constrained_text import (
 )
 from tests.engine.constraint.schemas import serialized
 
-pytestmark = pytest.mark.slow
 __all__ = ["constraints", "model", "whole"]
 
 HOSTILE = {
@@ -60,7 +59,11 @@ def test_late_masks_change_no_token(
     assert pair.reason(late) is FinishReason.COMPLETE
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name",
+    # Where masks grow slowly it is minutes until one is late.
+    [pytest.param(n, marks=() if n == "at once" else pytest.mark.nightly) for n in HOSTILE],
+)
 def test_a_hostile_grammar_ends_its_request_and_no_other(
     model: DeepseekV3ForCausalLM,
     constraints: Constraints,
