@@ -84,6 +84,7 @@ nightly: nightly-test kernels-check clients-test images-test mutants
 # Hosts, Ray and routers of several whole clusters: two of them keep two cores busy.
 nightly-test: JOBS = 2
 nightly-test: install-dev
+	-@scripts/prometheus_3.sh
 	$(BIN)/python -m pytest -q -rfEs $(BESIDE) -m nightly --durations 40
 
 # The CPU image, built and run without a daemon, and the chart's pods in it; needs root, buildah and debootstrap.
