@@ -31,7 +31,8 @@ def add_parser(commands: Subparsers) -> None:
         "comes from the environment's TANDEM_SECRET, or from FILE.",
         examples=_EXAMPLES,
     )
-    parser.add_argument("role", choices=[role.value for role in Role], metavar="ROLE")
+    roles = [role.value for role in Role]
+    parser.add_argument("role", choices=roles, metavar="ROLE", help=f"one of {', '.join(roles)}")
     parser.add_argument("--config", type=Path, metavar="FILE", help="with cluster.secret")
     parser.set_defaults(command=run)
 
