@@ -214,7 +214,8 @@ class Credentials:
             fix = f"a certificate of tls.ca, for both ends, whose subjectAltName has {host}"
             raise ConfigError("tls.cert", self.tls.cert, problem, fix) from error
         if self.role is not None and self.role not in roles:
-            problem = f"names the role {' and '.join(roles) or 'of nobody'}: this is a {self.role}"
+            named = " and ".join(sorted(roles)) or "of nobody"
+            problem = f"names the role {named}: this is a {self.role}"
             fix = f"one of `tandem certificates --role {self.role}`"
             raise ConfigError("tls.cert", self.tls.cert, problem, fix)
 

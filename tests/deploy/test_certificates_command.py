@@ -45,7 +45,7 @@ def test_one_of_a_role_is_no_good_to_another(tmp_path: Path) -> None:
     tls = files_of(tmp_path / "10.0.0.1")
     for role in (Role.PREFILL, Role.ROUTER):
         Credentials(secret="s", tls=tls, role=role).check_certificate("10.0.0.1")
-    with pytest.raises(ConfigError, match=r"router and prefill: this is a decode.*--role decode"):
+    with pytest.raises(ConfigError, match=r"prefill and router: this is a decode.*--role decode"):
         Credentials(secret="s", tls=tls, role=Role.DECODE).check_certificate("10.0.0.1")
 
 

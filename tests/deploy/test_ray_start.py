@@ -47,7 +47,7 @@ class SlowRay:
 @pytest.fixture
 def settings(tmp_path: Path) -> Iterator[RaySettings]:
     run_id = secrets.token_hex(8)
-    yield RaySettings(run_id=run_id, secret="s", start_timeout_s=60, log_dir=str(tmp_path))
+    yield RaySettings(run_id=run_id, token="s", start_timeout_s=60, log_dir=str(tmp_path))
     shutil.rmtree(ray_folder(run_id), ignore_errors=True)
 
 
@@ -63,9 +63,7 @@ def test_a_slow_start_is_tried_again_in_a_folder_that_is_ours_alone(settings: Ra
 def test_what_never_starts_is_one_line_with_cause_logs_and_fix(
     settings: RaySettings, tmp_path: Path
 ) -> None:
-    hasty = RaySettings(
-        run_id=settings.run_id, secret="s", start_timeout_s=0, log_dir=str(tmp_path)
-    )
+    hasty = RaySettings(run_id=settings.run_id, token="s", start_timeout_s=0, log_dir=str(tmp_path))
     with pytest.raises(ClusterError) as caught:
         start_own_ray(SlowRay(*[Exception(LATE)] * 2), hasty, print)
     said = str(caught.value)

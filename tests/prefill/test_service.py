@@ -339,11 +339,13 @@ async def test_what_a_sender_could_not_complete_after_the_end_is_not_called_drai
     await asyncio.gather(*calls)
     await bench.runs.loop_ended
     driver = PrefillDriver(None)  # type: ignore[arg-type]
-    driver._tell_undrained, driver._loop = bench.runs.note_undrained, bench.loop
+    driver._runs, driver._loop = bench.runs, bench.loop
+    driver._event_loop = asyncio.get_running_loop()
     for nonce in bench.sender.open_tickets:
         driver._ticket_closed(
             Closure(nonce=nonce, outcome=ClosureOutcome.FAILED, drained=nonce != 1)
         )
+    await asyncio.sleep(0)  # what the sender says comes to the event loop from its thread
     bench.runs.close_left(0, DrainingError("over"))
     await bench.runs.wait_empty()
     parts = {closure.nonce: closure.parts[0] for closure in bench.decode.closures}

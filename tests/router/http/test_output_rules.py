@@ -29,9 +29,9 @@ class Model:
 class Busy:
     """Compilers whose turn never comes."""
 
-    async def compile(self, forms: object, *, param: str, payer: object) -> list[str]:
+    async def compile(self, forms: object, **options: object) -> list[str]:
         await asyncio.Event().wait()
-        raise AssertionError(forms, param, payer)
+        raise AssertionError(forms, options)
 
 
 async def test_a_request_waits_for_its_grammar_within_its_own_time() -> None:
