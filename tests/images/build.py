@@ -20,7 +20,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -130,7 +129,9 @@ def pips_places() -> Iterator[Path]:
     """Files and folders of this machine that pip reads: the build is to read them as well."""
     yield CERTIFICATES
     yield from (Path(one) for one in CONFIGURATIONS if Path(one).exists())
-    options = run([sys.executable, "-m", "pip", "config", "list"])
+    # The environment of the tests has no pip; this one installs it.
+    python = REPOSITORY / ".venv-uv" / "bin" / "python"
+    options = run([str(python), "-m", "pip", "config", "list"])
     words = options.replace("'", " ").replace("=", " ").replace("file://", "").split()
     folders = {Path(word) for word in words if word.startswith("/") and Path(word).is_dir()}
     # An index is beside what it names.

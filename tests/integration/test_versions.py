@@ -40,6 +40,8 @@ def one_of_each() -> Any:
     config = drain_config()
     return dataclasses.replace(
         config,
+        # A router that has just begun would wait for workers that it refuses.
+        router=dataclasses.replace(config.router, worker_wait_s=0),
         prefill=dataclasses.replace(config.prefill, instances=1),
         decode=dataclasses.replace(config.decode, instances=1),
     )
