@@ -17,6 +17,7 @@ from router.requests.frames import FrameStream
 from runtime.errors import ErrorCode, TandemError
 from runtime.pb import common_pb2, decode_pb2, registry_pb2
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
+from tests.router.fakes import FakeDecode
 from tests.tcp_proxy import Proxy
 from tests.waiting import until
 
@@ -77,8 +78,8 @@ async def test_a_connection_that_is_cut_costs_no_request(
     await proxy.close()
 
 
-async def test_a_worker_that_refuses_streams_is_lost_at_once(start_router: StartRouter) -> None:
-    cluster = await start_router(resume_timeout_s=600.0)
+async def lose_in_the_middle(cluster: Cluster, lose: Callable[[FakeDecode], None]) -> None:
+    """What became of a worker after four tokens costs nothing: another one goes on with them."""
     await cluster.add_prefill()
     first = await cluster.add_decode()
     await until(lambda: first.num_streams > 0)
@@ -87,28 +88,31 @@ async def test_a_worker_that_refuses_streams_is_lost_at_once(start_router: Start
         task = asyncio.create_task(answer(http))
         await until(lambda: any(len(r.sent) == 3 for r in first.requests.values()))
         other = await cluster.add_decode("decode-1")
-        first.refuses_streams = True
-        first.cut_streams()
+        lose(first)
         assert await asyncio.wait_for(task, 60) == (200, ANSWER)
     assert [request.num_output_tokens for request in other.seen] == [4]
+
+
+async def test_a_worker_that_refuses_streams_is_lost_at_once(start_router: StartRouter) -> None:
+    cluster = await start_router(resume_timeout_s=600.0)
+
+    def refuse(first: FakeDecode) -> None:
+        first.refuses_streams = True
+        first.cut_streams()
+
+    await lose_in_the_middle(cluster, refuse)
 
 
 async def test_a_stream_that_does_not_stand_again_in_time_is_lost(
     start_router: StartRouter,
 ) -> None:
     cluster = await start_router(resume_timeout_s=0.3)
-    await cluster.add_prefill()
-    first = await cluster.add_decode()
-    await until(lambda: first.num_streams > 0)
-    first.hold_after = 4
-    async with aiohttp.ClientSession(cluster.url) as http:
-        task = asyncio.create_task(answer(http))
-        await until(lambda: any(len(r.sent) == 3 for r in first.requests.values()))
-        other = await cluster.add_decode("decode-1")
+
+    def hang(first: FakeDecode) -> None:
         first.hangs_streams = True
         first.cut_streams()
-        assert await asyncio.wait_for(task, 60) == (200, ANSWER)
-    assert [request.num_output_tokens for request in other.seen] == [4]
+
+    await lose_in_the_middle(cluster, hang)
 
 
 async def test_a_worker_that_falls_silent_is_left(
@@ -117,17 +121,11 @@ async def test_a_worker_that_falls_silent_is_left(
     """Its connection stands, and so do its keepalives: its event loop hangs."""
     monkeypatch.setattr(frames_module, "LISTEN_S", 0.5)
     cluster = await start_router(resume_timeout_s=0.3)
-    await cluster.add_prefill()
-    first = await cluster.add_decode()
-    await until(lambda: first.num_streams > 0)
-    first.hold_after = 4
-    async with aiohttp.ClientSession(cluster.url) as http:
-        task = asyncio.create_task(answer(http))
-        await until(lambda: any(len(r.sent) == 3 for r in first.requests.values()))
-        other = await cluster.add_decode("decode-1")
+
+    def fall_silent(first: FakeDecode) -> None:
         first.is_silent = first.hangs_streams = True
-        assert await asyncio.wait_for(task, 60) == (200, ANSWER)
-    assert [request.num_output_tokens for request in other.seen] == [4]
+
+    await lose_in_the_middle(cluster, fall_silent)
 
 
 async def test_what_decode_cannot_continue_moves(http, cluster: Cluster) -> None:
