@@ -331,13 +331,15 @@ async def test_what_a_sender_could_not_complete_after_the_end_is_not_called_drai
 ) -> None:
     """The engine loop has ended, so only the sender's own word says that decode has to fence."""
     bench.runner.before_step = gate = Gate()
-    calls = [asyncio.create_task(bench.run(nonce)) for nonce in (1, 2)]
+    first = asyncio.create_task(bench.run(1))
     await until(gate.reached.is_set)
+    second = asyncio.create_task(bench.run(2))
     await until(lambda: len(bench.runs) == 2)
     bench.loop.submit(StopLoop())
     gate.opened.set()
-    await asyncio.gather(*calls)
+    await asyncio.gather(first, second)
     await bench.runs.loop_ended
+    assert 1 in bench.sender.open_tickets
     driver = PrefillDriver(None)  # type: ignore[arg-type]
     driver._runs, driver._loop = bench.runs, bench.loop
     driver._event_loop = asyncio.get_running_loop()
