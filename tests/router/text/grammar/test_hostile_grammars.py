@@ -14,15 +14,18 @@ import pytest
 from router.errors import RequestError
 from router.text.grammar.compilers import Compilers
 from router.text.grammar.forms import (
+    MAX_RIVALS,
     Form,
     by_rules,
     is_guarded,
     json_of,
     matching,
+    num_rivals,
     one_of,
     sequence,
     text,
 )
+from router.text.grammar.schema import canonical
 from router.text.tokenizer import Tokenizer
 
 WIDE = 129_280
@@ -128,6 +131,8 @@ def _drawn(rng: random.Random, depth: int) -> str:
 
 
 PATTERN = {"type": "string", "pattern": "a*"}
+STRINGS: list[object] = [{"type": "string", "maxLength": 20 + n} for n in range(MAX_RIVALS + 2)]
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
 
 @pytest.mark.parametrize(
@@ -138,11 +143,37 @@ PATTERN = {"type": "string", "pattern": "a*"}
         (json_of({"type": "object"}, "x"), False),
         (json_of({"properties": {"a": {"items": [PATTERN]}}}, "x"), True),
         (json_of({"patternProperties": {"a*": True}}, "x"), True),
+        (json_of({"items": {"anyOf": STRINGS}}, "x"), True),
+        (json_of({"items": {"anyOf": STRINGS[1:]}}, "x"), False),
+        (json_of({"properties": {str(n): OPTIONAL for n in range(50)}}, "x"), False),
         (matching("a"), True),
         (by_rules('root ::= "a"'), True),
         (sequence(text("a"), matching("a")), True),
     ],
 )
-def test_what_a_client_wrote_is_guarded(form: Form, expected: Any) -> None:
+def test_what_may_take_long_is_guarded(form: Form, expected: Any) -> None:
     assert is_guarded(form, form) is expected
     assert is_guarded(None, form) is bool(form.schemas and expected)
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (True, 0),
+        ({"type": ["string", "null", "integer"]}, 0),
+        ({"anyOf": [{"const": "a"}, {"const": "ab"}, {"enum": ["abc"]}]}, 0),
+        ({"anyOf": [{"type": "object"}, {"type": "array"}, {"type": "object"}]}, 1),
+        ({"anyOf": [{"type": "string"}, True, {"maxLength": 3}]}, 2),
+        ({"anyOf": [{"anyOf": [{"type": "string"}, {"minLength": 2}]}, {"maxLength": 3}]}, 2),
+        (
+            {
+                "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "array"}]}},
+                "$ref": "#/$defs/a",
+            },
+            1,
+        ),
+        ({"properties": {"a": {"oneOf": STRINGS}, "b": {"anyOf": STRINGS}}}, 2 * (MAX_RIVALS + 1)),
+    ],
+)
+def test_schemas_that_are_followed_beside_others_are_counted(schema: object, expected: int) -> None:
+    assert num_rivals(canonical(schema).schema) == expected
