@@ -19,6 +19,8 @@ from runtime.sampling import FinishReason
 def _timings(request: DecodeRequest) -> common_pb2.Timings:
     copy = common_pb2.Timings()
     copy.CopyFrom(request.timings)
+    if request.request.matcher is not None:
+        copy.mask_cpu_s = request.request.matcher.cpu_s
     return copy
 
 

@@ -101,6 +101,7 @@ class FirstTokenSampled:
         num_cached_tokens: context tokens that this worker's prefix cache gave.
         queue_s: seconds from arrival to the first chunk.
         compute_s: seconds of the steps that it took part in.
+        mask_cpu_s: seconds of CPU that following its output took beside the steps.
     """
 
     nonce: int
@@ -112,6 +113,7 @@ class FirstTokenSampled:
     num_cached_tokens: int
     queue_s: float
     compute_s: float
+    mask_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ class RequestDesk:
         index = item.request.num_output_tokens
         item.request.output_token_ids.append(sampled.token_id)
         item.finish_reason = item.request.finish_reason(self._max_model_len)
+        matcher = item.request.matcher
         self._emit(
             FirstTokenSampled(
                 nonce=item.nonce,
@@ -143,6 +144,7 @@ class RequestDesk:
                 num_cached_tokens=item.request.num_cached_tokens,
                 queue_s=item.started_at - item.arrived_at,
                 compute_s=item.compute_s + seconds,
+                mask_cpu_s=0.0 if matcher is None else matcher.cpu_s,
             )
         )
 

@@ -268,7 +268,9 @@ def first_token_to_proto(event: FirstTokenSampled) -> prefill_pb2.FirstToken:
         finish_reason=finish_reason_to_proto(event.finish_reason),
         num_cached_tokens=event.num_cached_tokens,
         timings=common_pb2.Timings(
-            prefill_queue_s=event.queue_s, prefill_compute_s=event.compute_s
+            prefill_queue_s=event.queue_s,
+            prefill_compute_s=event.compute_s,
+            mask_cpu_s=event.mask_cpu_s,
         ),
         index=event.index,
     )

@@ -142,7 +142,7 @@ class RouterMetrics:
         )
         self._key_cpu = self._counter(
             "pd_router_key_cpu_seconds",
-            "CPU time of this router for texts and grammars by API key",
+            "CPU time for texts, grammars and masks of grammars by API key",
             "key",
         )
         self._keys = self._gauge("pd_router_keys", "API keys in force", "livemax")

@@ -265,6 +265,11 @@ class GuardedMatcher:
         """See `Matcher`."""
         return not self.is_over and self.error is None
 
+    @property
+    def cpu_s(self) -> float:
+        """Seconds that its process has used; of one that is gone those that are known."""
+        return max(self._cpu_s, _cpu_s_of(self._process_id))
+
     def follow(self, output_token_ids: Sequence[int]) -> None:
         """See `Matcher`; what comes of it is known once it is settled."""
         if self.num_taken < len(output_token_ids):
@@ -292,6 +297,7 @@ class GuardedMatcher:
             try:
                 self._hear(*self._messages.next())
             except EOFError:
+                self._cpu_s = max(self._cpu_s, CREDIT_CPU_S)
                 self._fail()
             except (TimeoutError, BlockingIOError):
                 self._be_late()
@@ -334,6 +340,7 @@ class GuardedMatcher:
                 os.setpriority(os.PRIO_PROCESS, self._process_id, _LATE_NICENESS)
 
     def _give_up(self) -> None:
+        self._cpu_s = self.cpu_s
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process_id, signal.SIGKILL)
         self._fail()

@@ -75,6 +75,8 @@ class Matcher:
 
     is_ready: Final = True
     """That of one whose masks are made elsewhere may be late."""
+    cpu_s: Final = 0.0
+    """Seconds that a process of its own has used."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class KeyUse:
 
     record: KeyRecord
     on_cpu: Callable[[KeyRecord, float], None]
-    """Told of seconds of CPU that the router has spent on the request."""
+    """Told of seconds of CPU that were spent on the request."""
     outcome: str = ADMITTED
     """Why it was refused, else that it was not."""
     num_prompt_tokens: int = 0
@@ -68,12 +68,17 @@ class KeyUse:
         return self.num_prompt_tokens + self.num_output_tokens
 
     @property
+    def mask_cpu_s(self) -> float:
+        """CPU that workers have used to follow the outputs by the client's grammar."""
+        return sum(generation.timings.mask_cpu_s for generation in self.generations)
+
+    @property
     def standing(self) -> Standing:
         """Among requests whose bodies are not read yet."""
         return Standing(tenant=self.record.tenant)
 
     def pay(self, cpu_s: float) -> None:
-        """The router has spent ``cpu_s`` seconds of CPU on it; maybe after it has ended."""
+        """So many seconds of CPU were spent on it; maybe after it has ended."""
         self.on_cpu(self.record, cpu_s)
 
 
@@ -305,6 +310,8 @@ class Gate:
             if is_counted:
                 self._running.discard(use)
                 self._ledger.settle(charge, use.num_taken, use.num_tokens, use.num_output_tokens)
+            if use.mask_cpu_s:
+                use.pay(use.mask_cpu_s)
             metrics.count_key_tokens(record.name, use.num_prompt_tokens, use.num_output_tokens)
 
     def audit(self, request: web.Request, right: Right, request_id: str, status: int) -> None:

@@ -33,6 +33,8 @@ class AttemptSink:
         """Whether both workers have begun: a token needs nothing but its place in the output."""
         self._is_whole = False
         """Whether decode has said its last, which may wait for prefill's token."""
+        self._mask_cpu_s = 0.0
+        """Of decode's part of this attempt, as far as it was told."""
         self._loop = generation.loop
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.is_reserved = False
@@ -83,6 +85,7 @@ class AttemptSink:
             return
         self._has_first = True
         self._merge(first.timings)
+        generation.timings.mask_cpu_s += first.timings.mask_cpu_s
         logprobs = (first.logprobs,) if first.HasField("logprobs") else ()
         finish = finish_reason_from_proto(first.finish_reason)
         if first.index == 0:
@@ -131,6 +134,9 @@ class AttemptSink:
             return
         if delta.HasField("timings"):
             self._merge(delta.timings)
+            more_s = delta.timings.mask_cpu_s - self._mask_cpu_s
+            self._generation.timings.mask_cpu_s += more_s
+            self._mask_cpu_s = delta.timings.mask_cpu_s
         finish = None
         if delta.finish_reason:  # rare: nearly every delta is one token in the middle of a stream
             finish = finish_reason_from_proto(delta.finish_reason)

@@ -33,6 +33,8 @@ class RequestTimings:
     """The latest one."""
     lost: float = 0.0
     """Since when the choice is without workers; 0: it has them."""
+    mask_cpu_s: float = 0.0
+    """CPU that workers have used to follow the output by the client's grammar, in all attempts."""
     worker: dict[str, float] = field(default_factory=dict)
 
     def merge(self, timings: common_pb2.Timings) -> None:
@@ -64,6 +66,8 @@ class RequestTimings:
         }
         known = {name: value for name, value in stages.items() if value >= 0.0}
         known.update(self.worker)
+        if self.mask_cpu_s:
+            known["mask_cpu_s"] = self.mask_cpu_s
         return known
 
     def told(self) -> dict[str, float]:

@@ -156,7 +156,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., message: _Optional[str] = ..., request_id: _Optional[str] = ..., suspect: bool = ..., relayed_from: _Optional[str] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("prefill_queue_s", "prefill_compute_s", "kv_transfer_s", "decode_reserve_s", "decode_admission_s", "kv_exposed_s", "kv_wire_s")
+    __slots__ = ("prefill_queue_s", "prefill_compute_s", "kv_transfer_s", "decode_reserve_s", "decode_admission_s", "kv_exposed_s", "kv_wire_s", "mask_cpu_s")
     PREFILL_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class Timings(_message.Message):
     DECODE_ADMISSION_S_FIELD_NUMBER: _ClassVar[int]
     KV_EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     KV_WIRE_S_FIELD_NUMBER: _ClassVar[int]
+    MASK_CPU_S_FIELD_NUMBER: _ClassVar[int]
     prefill_queue_s: float
     prefill_compute_s: float
     kv_transfer_s: float
@@ -171,7 +172,8 @@ class Timings(_message.Message):
     decode_admission_s: float
     kv_exposed_s: float
     kv_wire_s: float
-    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., decode_reserve_s: _Optional[float] = ..., decode_admission_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_wire_s: _Optional[float] = ...) -> None: ...
+    mask_cpu_s: float
+    def __init__(self, prefill_queue_s: _Optional[float] = ..., prefill_compute_s: _Optional[float] = ..., kv_transfer_s: _Optional[float] = ..., decode_reserve_s: _Optional[float] = ..., decode_admission_s: _Optional[float] = ..., kv_exposed_s: _Optional[float] = ..., kv_wire_s: _Optional[float] = ..., mask_cpu_s: _Optional[float] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("deadline_s",)

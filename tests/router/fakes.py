@@ -467,6 +467,8 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     """Never end one."""
     holds_runs: bool = False
     """Answer none until ``go_on``."""
+    mask_cpu_s: float = 0.0
+    """What each first token's mask has cost."""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     _pushes: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -517,7 +519,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
             token_id=tokens.at(index),
             finish_reason=tokens.finish_at(index),
             num_cached_tokens=len(context) // 2,
-            timings=common_pb2.Timings(prefill_queue_s=0.001, prefill_compute_s=0.003),
+            timings=common_pb2.Timings(
+                prefill_queue_s=0.001, prefill_compute_s=0.003, mask_cpu_s=self.mask_cpu_s
+            ),
         )
         if params.num_logprobs >= 0:
             first.logprobs.CopyFrom(position_logprobs(tokens.at(index), params.num_logprobs))

@@ -14,7 +14,7 @@ import pytest
 
 from engine.constraint import guard
 from engine.constraint.constraints import Constraints
-from engine.constraint.guard import GuardedMatcher, settle
+from engine.constraint.guard import CREDIT_CPU_S, GuardedMatcher, settle
 from engine.constraint.matcher import Matcher, has_bit, num_mask_words
 from runtime.errors import InvalidRequestError, OverloadedError
 from runtime.sampling import OutputConstraint, SamplingParams
@@ -142,12 +142,14 @@ def test_a_grammar_that_takes_ever_longer_ends_its_request_alone(
     wait_settled(honest)
     assert honest.error is None
     assert write(honest, random.Random(1), 5)
+    assert 0 < honest.cpu_s < CREDIT_CPU_S
 
 
 def write_all(constraints: Constraints, ebnf: str) -> None:
     matcher = guarded(constraints, ebnf)
     write(matcher, random.Random(0), 3000)
     assert matcher.error is not None
+    assert matcher.cpu_s >= CREDIT_CPU_S
     raise matcher.error
 
 

@@ -133,8 +133,26 @@ async def test_seconds_of_cpu_cost_requests_and_are_counted_by_key(
         assert response.status in (200, 400)
     assert await left() < before - 3
     gate_of(cluster).tick()
+    assert await cpu_s_of_alice(http) > 0
+
+
+async def test_masks_that_workers_make_are_charged(start: Start) -> None:
+    cluster, http = await start(requests_per_minute=1000)
+    cluster.prefill.mask_cpu_s = 100.0
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
+    left: list[int] = []
+    for _ in range(2):
+        async with http.post("/v1/completions", json=body) as response:
+            assert response.status == 200
+            left.append(int(response.headers["x-ratelimit-remaining-requests"]))
+    assert left[1] < left[0] - 80  # one second is in a request's price, and some come back
+    gate_of(cluster).tick()
+    assert await cpu_s_of_alice(http) > 199
+
+
+async def cpu_s_of_alice(http: Http) -> float:
     async with http.get("/metrics") as response:
         lines = (await response.text()).splitlines()
     name = 'pd_router_key_cpu_seconds_total{key="alice"} '
     (value,) = [line.removeprefix(name) for line in lines if line.startswith(name)]
-    assert float(value) > 0
+    return float(value)

@@ -189,3 +189,22 @@ async def test_what_decode_said_early_is_not_asked_for_again() -> None:
     assert workers.sink.next_index is None  # only prefill's token is missing
     workers.answer()
     assert workers.sink.completed
+
+
+async def test_cpu_of_masks_is_counted_once_an_attempt_and_of_all_attempts() -> None:
+    generation = generation_of(9)
+    for attempt in range(2):
+        sink = AttemptSink(generation)
+        first = prefill_pb2.FirstToken(token_id=5, index=2 * attempt)
+        first.timings.mask_cpu_s = 0.5
+        sink.on_first(first)
+        for number, cpu_s in enumerate((0.25, 2.0)):  # all of it so far
+            index = 2 * attempt + 1 + number
+            delta = decode_pb2.TokenDelta(start_index=index, token_ids=[6])
+            delta.timings.mask_cpu_s = cpu_s
+            sink.on_delta(delta)
+        del generation.output_token_ids[-1:]
+        sink.on_lost(InternalError("lost"))
+        sink.close()
+    assert generation.timings.mask_cpu_s == 2 * (0.5 + 2.0)
+    assert generation.timings.told()["mask_cpu_s"] == 5.0
