@@ -64,6 +64,7 @@ def test_late_masks_change_no_token(
     # Where masks grow slowly it is minutes until one is late.
     [pytest.param(n, marks=() if n == "at once" else pytest.mark.nightly) for n in HOSTILE],
 )
+@pytest.mark.timeout(900)
 def test_a_hostile_grammar_ends_its_request_and_no_other(
     model: DeepseekV3ForCausalLM,
     constraints: Constraints,

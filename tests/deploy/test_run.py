@@ -58,7 +58,11 @@ class FakeRun:
         return state
 
     def wait_ready(self) -> None:
-        wait_until(lambda: "ready\n" in self.output.read_text() or self.process.poll() is not None)
+        wait_until(
+            lambda: "ready\n" in self.output.read_text() or self.process.poll() is not None,
+            "the controller is ready, or ends",
+            180.0,
+        )
         assert self.process.poll() is None, self.output.read_text()
 
 

@@ -60,15 +60,18 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(seed: int, cells: list[tuple[int, Cell]], folder: Path, *, is_private: bool) -> int:
     # Imported late: a list of cells needs none of it.
-    from tests.matrix.faults import NAMESPACED, enter_private_disk
+    from tests.matrix.faults import NAMESPACED, private_disk
 
     if is_private:
-        enter_private_disk(folder)
-    else:
-        for number, cell in cells:
-            if cell.fault in NAMESPACED:
-                print(f"cell {number} is not run, it needs root: {cell}", flush=True)
-        cells = [one for one in cells if one[1].fault not in NAMESPACED]
+        with private_disk(folder):
+            return _run_here(seed, cells, folder)
+    for number, cell in cells:
+        if cell.fault in NAMESPACED:
+            print(f"cell {number} is not run, it needs root: {cell}", flush=True)
+    return _run_here(seed, [one for one in cells if one[1].fault not in NAMESPACED], folder)
+
+
+def _run_here(seed: int, cells: list[tuple[int, Cell]], folder: Path) -> int:
     num_bad = num_clusters = 0
     while cells:
         num_clusters += 1

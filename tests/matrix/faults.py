@@ -14,7 +14,7 @@ import resource
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,8 +108,13 @@ INJECTIONS: dict[Fault, Injection] = {
 }
 
 
-def enter_private_disk(folder: Path) -> None:
+@contextlib.contextmanager
+def private_disk(folder: Path) -> Iterator[None]:
     """Have the namespaces' own network, and a small file system in ``folder``."""
     subprocess.run(["ip", "link", "set", "lo", "mtu", "1500", "up"], check=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", str(folder)]
     subprocess.run(mount, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
