@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,16 @@ def test_a_folder_is_over_beyond_the_slack_and_without_a_budget() -> None:
 def test_every_folder_of_tests_has_a_budget() -> None:
     folders = {folder.name for folder in TESTS.iterdir() if any(folder.rglob("test_*.py"))}
     assert folders == time_budget.budget().keys() - {"."}
+
+
+@pytest.mark.parametrize(("marks", "seconds"), [({}, 2.0), ({"nightly": 1}, 0.0)])
+def test_only_tests_of_the_gate_are_counted(
+    monkeypatch: pytest.MonkeyPatch, marks: dict[str, int], seconds: float
+) -> None:
+    spent: Counter[str] = Counter()
+    monkeypatch.setattr(time_budget, "_spent", spent)
+    report = pytest.TestReport(
+        "tests/a/test_b.py::c", ("", 0, ""), marks, "passed", None, "call", duration=2.0
+    )
+    time_budget.pytest_runtest_logreport(report)
+    assert spent["a"] == seconds

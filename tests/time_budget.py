@@ -21,6 +21,9 @@ BUDGET = Path(__file__).with_name("seconds.toml")
 SLACK = 2.0
 SHORT_RUN_S = 60.0
 
+BESIDE = {"nightly", "soak", "clients", "gpu"}
+"""Marks of tests that the gate leaves out: the budget is not for them."""
+
 _spent: Counter[str] = Counter()
 
 
@@ -47,7 +50,8 @@ def over_budget(spent: dict[str, float], budget: dict[str, float]) -> list[str]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up; under xdist the controller hears of every process's tests."""
-    _spent[folder_of(report.nodeid)] += report.duration
+    if BESIDE.isdisjoint(report.keywords):
+        _spent[folder_of(report.nodeid)] += report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
