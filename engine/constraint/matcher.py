@@ -71,6 +71,9 @@ class Matcher:
         num_taken: output tokens that it was told.
         is_over: nothing can follow.
         error: why the request cannot go on: it was told a token that could not follow, or none can.
+        mask_s: seconds that its latest mask took, where it was filled by itself.
+        filled_at: when that began, on the clock of `time.perf_counter`.
+        is_alone: to be filled by itself, as it takes long, or one that was filled with it does.
     """
 
     is_ready: Final = True
@@ -108,6 +111,8 @@ class Matcher:
         self.is_over = False
         self.over_at: int | None = None  # tokens of the output that is over
         self.error: TandemError | None = None
+        self.mask_s = self.filled_at = 0.0
+        self.is_alone = False
 
     @property
     def is_binding(self) -> bool:

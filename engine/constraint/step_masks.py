@@ -4,12 +4,14 @@ Called on the thread that launches steps, between a step's forward and its sampl
 before has sampled decides the masks of this one, so `read` waits for it; only where a row is bound,
 and with this step's forward behind it on the device, which the host uses for the masks meanwhile.
 
-Masks of guarded matchers are made in other processes meanwhile. A row whose mask is not there in
-time is lost (`ScheduledRequest.lose`): what it samples is nobody's token.
+Masks of guarded matchers are made in other processes meanwhile, all others here. Rows whose masks
+take long share `BUDGET_S` of a step and take turns. A row whose mask is not there in time is lost
+(`ScheduledRequest.lose`): what it samples is nobody's token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,12 @@ from engine.host_copy import host_tensor
 from engine.request import ScheduledRequest
 from engine.sampling.token_mask import NO_DRAFT, MaskedDrafts, TokenMask
 
+BUDGET_S: Final = 0.02
+"""Of a step, for masks that take long: as long as it waits for guarded ones."""
+QUICK_S: Final = 0.0005
+"""Most masks take a hundredth of it; a bounded string's takes four times that at 130,000 tokens."""
+GROUP: Final = 32
+"""Rows that are filled together, and of which only their sum is measured."""
 ReadTokens = Callable[[], Mapping[int, Sequence[int]]]
 """Waits for the tokens of the step before, one or with drafts more; by `id` of their requests,
 without those that failed."""
@@ -65,6 +73,9 @@ def mask_of_step(
     if not going and not guarded:
         return None
     num_drafts = 0 if step_drafts is None else step_drafts.num_drafts
+    going, left = _in_turn(going, num_drafts + 1)
+    for one in left:
+        samplers[one.place].lose()
     read_drafts = None if step_drafts is None or not num_drafts else step_drafts.read
     if read_drafts is not None:
         for place, matcher in guarded:
@@ -115,6 +126,55 @@ def _brought_up_to_date(
     return guarded, going
 
 
+def _in_turn(going: Sequence[_Sequence], num_masks: int) -> tuple[list[_Sequence], list[_Sequence]]:
+    """Those whose masks are made in this step, so many of each, and those that it has no time for.
+
+    One is made in any case: each has its turn.
+    """
+    taken = [one for one in going if one.matcher.mask_s <= QUICK_S]
+    slow = [one for one in going if one.matcher.mask_s > QUICK_S]
+    slow.sort(key=lambda one: one.matcher.filled_at)
+    seconds, number = 0.0, 0
+    for one in slow:
+        seconds += one.matcher.mask_s * num_masks
+        if number and seconds > BUDGET_S:
+            break
+        number += 1
+    return taken + slow[:number], slow[number:]
+
+
+def _groups(matchers: Sequence[Matcher]) -> Iterator[tuple[int, int]]:
+    """First and last + 1 of those that are filled together: what is slow is filled by itself."""
+    first = 0
+    for place, matcher in enumerate(matchers):
+        if place > first and (matcher.is_alone or place - first == GROUP):
+            yield first, place
+            first = place
+        if matcher.is_alone:
+            yield first, place + 1
+            first = place + 1
+    if first < len(matchers):
+        yield first, len(matchers)
+
+
+def _fill_measured(matchers: Sequence[Matcher], words: Int32Array) -> None:
+    """Fill masks, and remember of each whether its own takes long.
+
+    Args:
+        matchers: see `fill_masks`.
+        words: [C, W] int32.
+    """
+    for first, end in _groups(matchers):
+        group = matchers[first:end]
+        began = time.perf_counter()
+        fill_masks(group, words[first:end])
+        each_s = (time.perf_counter() - began) / len(group)
+        for matcher in group:
+            matcher.filled_at = began
+            matcher.is_alone = each_s > QUICK_S
+            matcher.mask_s = each_s if len(group) == 1 else 0.0
+
+
 class _Masks:
     """Masks of a step's rows, put together row by row."""
 
@@ -135,7 +195,7 @@ class _Masks:
         first = len(self._rows)
         self._rows += [one.place * self._num_rows + behind for one in bound]
         words = self._words[first : len(self._rows)].numpy()
-        fill_masks([one.matcher for one in bound], words)
+        _fill_measured([one.matcher for one in bound], words)
         return {one.place: mask for one, mask in zip(bound, words, strict=True)}
 
     def put(self, place: int, words: Sequence[Int32Array]) -> None:

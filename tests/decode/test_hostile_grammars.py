@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.constraint import guard
+from engine.constraint import guard, step_masks
 from engine.constraint.constraints import Constraints
 from engine.generate import GenerateOutput, generate
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
+from engine.request import ScheduledRequest
 from runtime.errors import ErrorCode
 from runtime.sampling import FinishReason, OutputConstraint, SamplingParams
 from tests.decode.test_constrained_text import (
@@ -57,6 +58,33 @@ def test_late_masks_change_no_token(
     assert [first, *pair.tokens(free)] == alone.token_ids
     assert pair.tokens(penalised) == whole["everything"].token_ids[1:]
     assert pair.reason(late) is FinishReason.COMPLETE
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "graphs"])
+def test_masks_that_take_turns_change_no_token(
+    model: DeepseekV3ForCausalLM,
+    constraints: Constraints,
+    whole: dict[str, GenerateOutput],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    graphs: bool,
+) -> None:
+    """Every mask counts as one that takes long, and a step has time for one of them."""
+    monkeypatch.setattr(step_masks, "QUICK_S", -1.0)
+    monkeypatch.setattr(step_masks, "BUDGET_S", 0.0)
+    lost, lose = list[str](), ScheduledRequest.lose
+
+    def note(item: ScheduledRequest) -> None:
+        lost.append(item.request.request_id)
+        lose(item)
+
+    monkeypatch.setattr(ScheduledRequest, "lose", note)
+    pair = Pair(model, constraints, graphs=graphs, ahead=True)
+    requests = {name: pair.begin(PARAMS[name], []) for name in ("greedy", "everything")}
+    pair.finish()
+    assert set(lost) == {request.request_id for request in requests.values()}
+    for name, request in requests.items():
+        assert pair.tokens(request) == whole[name].token_ids[1:]
 
 
 @pytest.mark.parametrize(
