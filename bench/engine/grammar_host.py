@@ -3,7 +3,8 @@
 Run ``python -m bench.engine.grammar_host``; prints one JSON object. The model is left out: tokens
 are drawn among those that a mask leaves, and a string ends after nine of them about. The vocabulary
 is the bundled model's, widened to ``--vocab-size`` by pairs of its pieces. Every row has a schema
-of its own. The parts of a step, in milliseconds, medians; a GPU runs the model of the step
+of its own, or all have the one of ``--schema``, in the grammar that a router makes of it. The parts
+of a step, in milliseconds, medians; a GPU runs the model of the step
 meanwhile:
 
 - take: the matchers are told the tokens of the step before; CPU time of the thread.
@@ -38,7 +39,9 @@ from engine.constraint.constraints import Compiler, Constraints
 from engine.constraint.matcher import Matcher, fill_masks, num_mask_words
 from engine.constraint.vocabulary import read_vocabulary
 from engine.host_copy import host_tensor
-from runtime.sampling import SamplingParams
+from router.text.grammar.compile_process import grammar_of
+from router.text.grammar.schema import canonical
+from runtime.sampling import OutputConstraint, SamplingParams
 
 
 @dataclass
@@ -48,6 +51,8 @@ class GrammarHost:
     num_rows: int
     num_fields: int
     vocab_size: int
+    schema: Any = None
+    """Of every row; None: each has one of its own, of ``num_fields``."""
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
@@ -94,9 +99,12 @@ class GrammarHost:
         return matcher
 
     def _params(self, row: int) -> SamplingParams:
-        return SamplingParams(
-            stop_token_ids=(STOP,), constraint=draw_schema(row, self.num_fields, self.draw)
-        )
+        if self.schema is None:
+            constraint = draw_schema(row, self.num_fields, self.draw)
+        else:
+            found = {"json_schema": canonical(self.schema).schema, "is_compact": True}
+            constraint = OutputConstraint(grammar=grammar_of({"type": "json_schema", **found}))
+        return SamplingParams(stop_token_ids=(STOP,), constraint=constraint)
 
     def _choose(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> int:
         return choose_token(words, self.vocab_size, self.quote, self.draw)
@@ -115,16 +123,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=64, help="requests of a step")
     parser.add_argument("--fields", type=int, default=12, help="of every schema")
+    parser.add_argument("--schema", type=Path, help="a file with the JSON schema of every row")
     parser.add_argument("--vocab-size", type=int, default=129280)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    host = GrammarHost(args.rows, args.fields, args.vocab_size)
+    schema = None if args.schema is None else json.loads(args.schema.read_text(encoding="utf-8"))
+    host = GrammarHost(args.rows, args.fields, args.vocab_size, schema)
     for _ in range(args.steps):
         host.step()
     host.constraints.close()
     print(
         json.dumps(
-            {"arguments": vars(args), "machine": describe_machine("cpu", 1), "ms": host.report()}
+            {"arguments": {**vars(args), "schema": schema}, "machine": describe_machine("cpu", 1), "ms": host.report()}
         )
     )
 

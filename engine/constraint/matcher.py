@@ -71,9 +71,9 @@ class Matcher:
         num_taken: output tokens that it was told.
         is_over: nothing can follow.
         error: why the request cannot go on: it was told a token that could not follow, or none can.
-        mask_s: seconds that its latest mask took, where it was filled by itself.
+        mask_s: seconds that its latest mask took, or its share in those filled with it.
         filled_at: when that began, on the clock of `time.perf_counter`.
-        is_alone: to be filled by itself, as it takes long, or one that was filled with it does.
+        is_alone: the next is to be measured by itself: it, or one that was filled with it, is slow.
     """
 
     is_ready: Final = True

@@ -9,6 +9,7 @@ take long share `BUDGET_S` of a step and take turns. A row whose mask is not the
 (`ScheduledRequest.lose`): what it samples is nobody's token.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -29,6 +30,8 @@ QUICK_S: Final = 0.0005
 """Most masks take a hundredth of it; a bounded string's takes four times that at 130,000 tokens."""
 GROUP: Final = 32
 """Rows that are filled together, and of which only their sum is measured."""
+MOST_HIDDEN_S: Final = BUDGET_S / 8
+"""What one of a group is taken for whose sum is much: a few steps find out which it is."""
 ReadTokens = Callable[[], Mapping[int, Sequence[int]]]
 """Waits for the tokens of the step before, one or with drafts more; by `id` of their requests,
 without those that failed."""
@@ -143,36 +146,38 @@ def _in_turn(going: Sequence[_Sequence], num_masks: int) -> tuple[list[_Sequence
     return taken + slow[:number], slow[number:]
 
 
-def _groups(matchers: Sequence[Matcher]) -> Iterator[tuple[int, int]]:
-    """First and last + 1 of those that are filled together: what is slow is filled by itself."""
-    first = 0
-    for place, matcher in enumerate(matchers):
-        if place > first and (matcher.is_alone or place - first == GROUP):
-            yield first, place
-            first = place
-        if matcher.is_alone:
-            yield first, place + 1
-            first = place + 1
-    if first < len(matchers):
-        yield first, len(matchers)
+def _kind(matcher: Matcher) -> int:
+    """With which others its mask is made: 0 with quick ones, 1 with slow ones, 2 with none."""
+    return 2 if matcher.is_alone else int(matcher.mask_s > QUICK_S)
+
+
+def _groups(matchers: Sequence[Matcher]) -> Iterator[list[Matcher]]:
+    """Those whose masks are made together, all of them in their order."""
+    for kind, alike in itertools.groupby(matchers, _kind):
+        size = 1 if kind == 2 else GROUP
+        while group := list(itertools.islice(alike, size)):
+            yield group
 
 
 def _fill_measured(matchers: Sequence[Matcher], words: Int32Array) -> None:
-    """Fill masks, and remember of each whether its own takes long.
+    """Fill masks, and remember what each takes.
+
+    Of a group only the sum is known: where that is much, each is measured by itself next time.
 
     Args:
-        matchers: see `fill_masks`.
+        matchers: see `fill_masks`; sorted by `_kind`.
         words: [C, W] int32.
     """
-    for first, end in _groups(matchers):
-        group = matchers[first:end]
+    first = 0
+    for group in _groups(matchers):
         began = time.perf_counter()
-        fill_masks(group, words[first:end])
+        fill_masks(group, words[first : first + len(group)])
+        first += len(group)
         each_s = (time.perf_counter() - began) / len(group)
+        is_hidden = len(group) > 1 and each_s > QUICK_S and _kind(group[0]) == 0
         for matcher in group:
-            matcher.filled_at = began
-            matcher.is_alone = each_s > QUICK_S
-            matcher.mask_s = each_s if len(group) == 1 else 0.0
+            matcher.filled_at, matcher.is_alone = began, is_hidden
+            matcher.mask_s = min(each_s, MOST_HIDDEN_S) if is_hidden else each_s
 
 
 class _Masks:
@@ -187,6 +192,7 @@ class _Masks:
     def fill(self, sequences: Sequence[_Sequence], behind: int) -> dict[int, Int32Array]:
         """Fill the masks of the rows behind so many drafts; by place, where they are bound."""
         bound = [one for one in sequences if one.matcher.is_binding]
+        bound.sort(key=lambda one: _kind(one.matcher))
         if not bound:
             return {}
         if self._words is None:

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from engine.constraint import step_masks
 from engine.constraint.matcher import Matcher
-from engine.constraint.step_masks import BUDGET_S, GROUP, QUICK_S, _fill_measured, _groups, _in_turn
+from engine.constraint.step_masks import (
+    BUDGET_S,
+    GROUP,
+    MOST_HIDDEN_S,
+    QUICK_S,
+    _fill_measured,
+    _groups,
+    _in_turn,
+)
 from runtime.sampling import OutputConstraint
 
 
@@ -50,31 +58,33 @@ def test_each_has_its_turn(costs: list[float], num_masks: int) -> None:
     assert seen == set(range(len(costs)))
 
 
-@given(st.lists(st.booleans(), max_size=4 * GROUP))
-def test_groups_have_every_row_once_and_none_that_is_alone(alone: list[bool]) -> None:
-    matchers = [matcher_of(is_alone=each) for each in alone]
+KINDS = st.lists(st.sampled_from([(0.0, False), (2 * QUICK_S, False), (2 * QUICK_S, True)]))
+
+
+@given(KINDS)
+def test_groups_have_every_row_once_and_are_of_one_kind(kinds: list[tuple[float, bool]]) -> None:
+    matchers = [matcher_of(mask_s, is_alone=is_alone) for mask_s, is_alone in kinds]
     groups = list(_groups(matchers))
-    assert [place for first, end in groups for place in range(first, end)] == [
-        *range(len(matchers))
-    ]
-    for first, end in groups:
-        assert end - first == 1 or not any(alone[first:end])
-        assert end - first <= GROUP
+    assert [one for group in groups for one in group] == matchers
+    for group in groups:
+        assert len({(one.mask_s, one.is_alone) for one in group}) == 1
+        assert len(group) <= (1 if group[0].is_alone else GROUP)
 
 
 def test_what_slows_a_group_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, hog, quick = 0.0, matcher_of(), [matcher_of() for _ in range(3)]
+    now, hogs, quick = 0.0, [matcher_of() for _ in range(2)], [matcher_of() for _ in range(3)]
 
     def fill(group: list[Matcher], words: np.ndarray) -> None:
         nonlocal now
-        now += 1e-5 * len(group) + (1.0 if hog in group else 0.0)
+        assert len(words) == len(group)
+        now += 1e-5 * len(group) + sum(one in hogs for one in group)
 
     monkeypatch.setattr(step_masks, "fill_masks", fill)
     monkeypatch.setattr(step_masks.time, "perf_counter", lambda: now)
-    words = np.zeros((4, 1), dtype=np.int32)
-    _fill_measured([*quick, hog], words)
-    assert [one.mask_s for one in (*quick, hog)] == [0.0] * 4  # whose it was is not known
-    _fill_measured([*quick, hog], words)
-    assert all(one.mask_s < QUICK_S and not one.is_alone for one in quick)
-    assert hog.mask_s > 1.0
-    assert hog.is_alone
+    words = np.zeros((5, 1), dtype=np.int32)
+    _fill_measured([*quick, *hogs], words)
+    assert {(one.mask_s, one.is_alone) for one in (*quick, *hogs)} == {(MOST_HIDDEN_S, True)}
+    for _ in range(2):  # alone, and then together again
+        _fill_measured([*quick, *hogs], words)
+        assert all(one.mask_s < QUICK_S and not one.is_alone for one in quick)
+        assert all(one.mask_s > 1.0 and not one.is_alone for one in hogs)
