@@ -39,6 +39,7 @@ RULES = [
     'root ::= root root | [a-z ] | ""',
     "root ::= a\na ::= b a | b\nb ::= c b | c\nc ::= [a-z ] c | [a-z ]",
 ]
+RIVALS = {"anyOf": [{"type": "string", "minLength": n, "maxLength": 999 - n} for n in range(200)]}
 TAGS = [
     {"type": kind, kind: each}
     for kind, many in (("regex", REGEXES), ("grammar", RULES))
@@ -60,6 +61,7 @@ def hostile_bodies() -> list[tuple[str, dict[str, Any]]]:
     for rules in RULES:
         fields += [{"guided_grammar": rules}, {"ebnf": rules}]
         fields.append({"structured_outputs": {"grammar": rules}})
+    fields.append({"guided_json": RIVALS})
     fields += [{"response_format": {"type": "structural_tag", "format": tag}} for tag in TAGS]
     base = {"model": "tandem-python", "prompt": "def f(", "max_tokens": 120, "ignore_eos": True}
     bodies = [("/v1/completions", base | field) for field in fields]
