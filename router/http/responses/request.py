@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
+from router.errors import RequestError
 from router.http.fields import Integer, neutral
 from router.http.hints import IGNORED_INCLUDES, Api, Body, OfferedTools, is_hosted
 from router.http.response import Json
@@ -230,6 +231,12 @@ def as_chat(request: InputRequest) -> ChatRequest:
     if request.text is not None:
         fields["verbosity"] = request.text.verbosity
     if isinstance(request, ResponsesRequest):
+        if request.top_logprobs and LOGPROBS not in request.include:
+            raise RequestError(
+                f"top_logprobs = {request.top_logprobs} is for answers with log-probabilities. "
+                f'Fix: send include: ["{LOGPROBS}"]',
+                param="top_logprobs",
+            )
         fields |= {name: getattr(request, name) for name in _OF_OUTPUT}
         fields |= {
             "max_completion_tokens": request.max_output_tokens,

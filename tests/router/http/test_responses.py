@@ -151,6 +151,12 @@ async def test_a_full_answer_is_incomplete(client: openai.AsyncOpenAI, cluster: 
     assert events[-1].response.usage.output_tokens == 4
 
 
+async def test_top_logprobs_need_logprobs_to_be_included(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"Fix: send include: .*logprobs") as caught:
+        await client.responses.create(**BODY, top_logprobs=2)
+    assert caught.value.param == "top_logprobs"
+
+
 async def test_logprobs_of_a_text(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
     wanted = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     answer = await client.responses.create(**BODY, **wanted, max_output_tokens=5)
