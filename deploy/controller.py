@@ -120,7 +120,7 @@ class Controller:
             await self._until_stopped(self._start_and_serve())
         finally:
             if self._server is not None:
-                await self._server.close()
+                await self._server.close(goes_on=self.goes_on)
             await self._watch.close()
             await self.fleet.close()
             if not self.goes_on:

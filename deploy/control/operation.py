@@ -119,6 +119,7 @@ class OperationDesk:
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
+        self._is_left = False
         self._running: dict[asyncio.Task[None], Operation] = {}
 
     def check_free(self, roles: frozenset[Role]) -> None:
@@ -162,8 +163,14 @@ class OperationDesk:
         text = f"{what}: {reason.partition(chr(10))[0]}"
         return self._events.add(EventKind.REFUSED, text, who=who, source=source)
 
-    async def close(self) -> None:
-        """End what runs: the cluster stops."""
+    async def close(self, *, goes_on: bool) -> None:
+        """End what runs.
+
+        Args:
+            goes_on: the cluster does, and another controller takes it over: the record keeps these
+                operations without an end, and that one finishes them.
+        """
+        self._is_left = goes_on
         tasks = list(self._running)
         for task in tasks:
             task.cancel()
@@ -176,7 +183,11 @@ class OperationDesk:
         except ClusterError as error:
             self._conclude(operation, ok=False, message=str(error))
         except asyncio.CancelledError:
-            self._conclude(operation, ok=False, message="the cluster stops")
+            if self._is_left:
+                message = "the controller ends; the next one finishes this"
+                operation.end(ok=False, message=message)
+            else:
+                self._conclude(operation, ok=False, message="the cluster stops")
             raise
         except Exception as error:
             logger.exception("operation failed %s", fields(what=operation.request.what))

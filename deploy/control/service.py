@@ -178,9 +178,13 @@ class ControllerServer:
     server: grpc.aio.Server
     desk: OperationDesk
 
-    async def close(self) -> None:
-        """End what runs, which its followers are told, and then the service."""
-        await self.desk.close()
+    async def close(self, *, goes_on: bool) -> None:
+        """End what runs, which its followers are told, and then the service.
+
+        Args:
+            goes_on: see `OperationDesk.close`.
+        """
+        await self.desk.close(goes_on=goes_on)
         await self.server.stop(0.5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,8 +57,8 @@ class KeptRun:
     def __init__(self, run: FakeRun) -> None:
         self.run = run
 
-    def kill_while(self, *words: str, says: str) -> None:
-        """Kill the controller when the command has told of `says`; then start another one."""
+    def kill_while(self, *words: str, says: str, by: int = signal.SIGKILL) -> None:
+        """End the controller when the command has told of `says`; then start another one."""
         command = [sys.executable, "-m", "deploy", *words]
         if words[0] != "apply":
             command += ["--config", str(self.run.config_path)]
@@ -65,7 +66,7 @@ class KeptRun:
             assert asking.stdout is not None
             for line in asking.stdout:
                 if says in line:
-                    self.run.process.kill()
+                    self.run.process.send_signal(by)
                     break
             else:
                 pytest.fail(f"{words} never said {says!r}")
@@ -143,7 +144,7 @@ def test_what_a_killed_controller_began_is_finished_or_undone(kept: KeptRun) -> 
 
     kept.kill_while("scale", "decode", "2", says="starts")
     kept.wait_whole("decode", 2)
-    kept.kill_while("drain", "decode-1", says="drains")
+    kept.kill_while("drain", "decode-1", says="drains", by=signal.SIGTERM)
     kept.wait_finished("drain decode-1")
     kept.wait_whole("decode", 2)
 

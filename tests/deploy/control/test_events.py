@@ -110,6 +110,27 @@ async def test_a_failure_to_write_is_told(tmp_path: Path) -> None:
     assert "No such file" in desk.note_refusal("scale", "ada@host", "", "no room")
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_an_operation_that_a_leaving_controller_breaks_off_has_no_end_on_record(
+    tmp_path: Path, *, goes_on: bool
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    desk = OperationDesk(log)
+
+    async def work(_: Operation) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    request = Request(kind=EventKind.SCALE, what="scale", who="ada@host", roles=frozenset())
+    operation = desk.begin(request, work)
+    await asyncio.sleep(0)
+    await desk.close(goes_on=goes_on)
+    assert [event.text for event in interrupted(log.newest())] == ["scale"] * goes_on
+    assert operation.outcome is not None
+    assert not operation.outcome.ok
+    assert ("the next one finishes this" in operation.outcome.message) == goes_on
+
+
 async def test_whoever_follows_hears_the_past_and_then_the_present() -> None:
     log = EventLog()
     log.add(EventKind.JOINED, "a")
