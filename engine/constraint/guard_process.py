@@ -39,6 +39,9 @@ from runtime.errors import InternalError, TandemError
 from runtime.process import limit_memory
 from runtime.sampling import OutputConstraint
 
+NICENESS = 5
+"""A step waits for these masks, and not for long: it comes first where cores are few."""
+
 
 class Credit:
     """Seconds of CPU; who uses more is ended."""
@@ -175,6 +178,7 @@ def _fork_for_each(end: socket.socket, work: Callable[[socket.socket], None]) ->
 
 def main(folder: str, vocab_size: str, number: str) -> None:
     """Fork until the other end of the socket is closed."""
+    os.nice(NICENESS)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the library writes of what clients wrote
     os.dup2(1, 2)
     with socket.socket(fileno=int(number)) as end:

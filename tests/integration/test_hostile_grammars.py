@@ -1,6 +1,7 @@
 """Hostile grammars by every path that takes one, beside honest streams: a whole cluster.
 
-The longest gap between two events of the honest streams is printed, beside that of an idle run.
+The longest gap between two events of the honest streams is printed, beside those of an idle run
+and of one with as many requests beside that have no grammar.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tests.integration.conftest import MODEL_DIR
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
+BASE = {"model": "tandem-python", "prompt": "def f(", "max_tokens": 120, "ignore_eos": True}
 REGEXES = [
     "(([a-z]*)*)*",
     "((([a-z]{0,90}){0,99}){0,99})x",
@@ -63,12 +65,16 @@ def hostile_bodies() -> list[tuple[str, dict[str, Any]]]:
         fields.append({"structured_outputs": {"grammar": rules}})
     fields.append({"guided_json": RIVALS})
     fields += [{"response_format": {"type": "structural_tag", "format": tag}} for tag in TAGS]
-    base = {"model": "tandem-python", "prompt": "def f(", "max_tokens": 120, "ignore_eos": True}
-    bodies = [("/v1/completions", base | field) for field in fields]
+    bodies = [("/v1/completions", BASE | field) for field in fields]
     for field in [{"regex": regex} for regex in REGEXES] + [{"ebnf": rules} for rules in RULES]:
         params = {"max_new_tokens": 120, "ignore_eos": True, **field}
         bodies.append(("/generate", {"text": "def f(", "sampling_params": params}))
     return bodies
+
+
+def plain_bodies(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """As many without a grammar."""
+    return [("/v1/completions", BASE)] * count
 
 
 async def honest(session: aiohttp.ClientSession, seed: int, gaps: list[float]) -> Completion:
@@ -118,10 +124,13 @@ def test_no_grammar_ends_a_worker_or_changes_a_token(tmp_path: Path) -> None:
         asyncio.run(run(cluster.base_url, []))  # what is compiled once
         alone, idle_gap_s, _ = asyncio.run(run(cluster.base_url, []))
         beside, gap_s, answers = asyncio.run(run(cluster.base_url, hostile_bodies()))
+        num_taken = sum(status == 200 for status, _ in answers)
+        _, plain_gap_s, _ = asyncio.run(run(cluster.base_url, plain_bodies(num_taken)))
         cluster.wait_idle()
         cluster.wait_workers(2)
         assert [process.poll() for process in cluster.processes.values()] == [None] * 3
-    print(f"longest gap: idle {idle_gap_s * 1000:.0f} ms, beside {gap_s * 1000:.0f} ms")
+    each = {"idle": idle_gap_s, "beside plain ones": plain_gap_s, "beside hostile ones": gap_s}
+    print("longest gap:", ", ".join(f"{name} {1000 * s:.0f} ms" for name, s in each.items()))
     print(sorted(status for status, _ in answers))
     assert [one.error for one in beside] == [None] * len(beside)
     assert [one.token_ids for one in beside] == [one.token_ids for one in alone]

@@ -36,6 +36,8 @@ from runtime.process import limit_memory
 
 MAX_BYTES = 4 * 2**30
 """Of address space beyond what the libraries take."""
+NICENESS = 10
+"""Tokens of others come first where cores are few."""
 _PLACE = re.compile(r"^\[[^\]]*\] \S+:\d+: ")
 """When and where in the library's own source an error arose."""
 _ENDLESS = (
@@ -109,6 +111,7 @@ class Compiler:
 
 def main(folder: str, vocab_size: str) -> None:
     """Answer until the router ends this or itself."""
+    os.nice(NICENESS)
     # Answers alone go to the router: the library writes warnings there, too.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
