@@ -134,7 +134,11 @@ def main() -> None:
     host.constraints.close()
     print(
         json.dumps(
-            {"arguments": {**vars(args), "schema": schema}, "machine": describe_machine("cpu", 1), "ms": host.report()}
+            {
+                "arguments": {**vars(args), "schema": schema},
+                "machine": describe_machine("cpu", 1),
+                "ms": host.report(),
+            }
         )
     )
 

@@ -108,8 +108,7 @@ class Gate:
         self._credentials = credentials
         self._metrics_are_open = metrics_are_open
         shared = Path(metrics.shared_dir) if metrics.shared_dir else None
-        key = accepting_key(credentials.secret, Role.ROUTER)
-        self._sessions = Sessions(key, time.time, shared)
+        self._sessions = Sessions(accepting_key(credentials.secret, Role.ROUTER), time.time, shared)
         self._ledger = ledger
         self._metrics = metrics
         self._holder = holder_of(os.getpid())
@@ -310,8 +309,7 @@ class Gate:
             if is_counted:
                 self._running.discard(use)
                 self._ledger.settle(charge, use.num_taken, use.num_tokens, use.num_output_tokens)
-            if use.mask_cpu_s:
-                use.pay(use.mask_cpu_s)
+            use.pay(use.mask_cpu_s)
             metrics.count_key_tokens(record.name, use.num_prompt_tokens, use.num_output_tokens)
 
     def audit(self, request: web.Request, right: Right, request_id: str, status: int) -> None:

@@ -70,7 +70,9 @@ def fuzz(name: str, seconds: int) -> bool:
             [
                 *(sys.executable, "-m", "tests.fuzz", "--child", name, "0"),
                 *(f"-max_total_time={seconds}", f"-max_len={MAX_BYTES}", f"-timeout={HANG_S}"),
-                *(f"-rss_limit_mb={MEMORY_MB}", f"-artifact_prefix={crashes}/", f"-dict={words}"),
+                *(f"-rss_limit_mb={MEMORY_MB}", f"-artifact_prefix={crashes}/"),
+                # An empty dictionary ends libFuzzer at its start.
+                *((f"-dict={words}",) if target.words else ()),
                 *("-print_final_stats=1", str(inputs)),
             ],
             cwd=ROOT,
