@@ -74,7 +74,7 @@ class TierMetrics:
         self.set_load({}, {})
 
     def set_load(self, waiting: Mapping[str, int], running: Mapping[str, int]) -> None:
-        """Requests in the queue and choices in flight, by tier; who is not named has none."""
+        """Queued and concurrent requests, by tier; who is not named has none."""
         for name in self._names:
             self._waiting.labels(name).set(waiting.get(name, 0))
             self._running.labels(name).set(running.get(name, 0))

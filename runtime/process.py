@@ -1,6 +1,6 @@
 """What a process does to itself: die with its parent, keep to its share of the cores.
 
-Run as a script, ``process.py PARENT_PID COMMAND...``, it becomes COMMAND, which dies with its
+Run as a script, ``process.py PARENT_PID COMMAND...``, it becomes COMMAND, which ends with its
 parent. Doing so between fork and exec is not safe where the parent has threads: the child would
 run Python with whatever locks they held.
 """

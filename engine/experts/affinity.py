@@ -1,7 +1,7 @@
 """Experts that one token uses should share a host: then its row leaves the host less often.
 
 Exchanges of slots that carry about as much, between ranks of different hosts, as long as they bring
-co-activated experts together: ranks stay as even as they were. Works layer by layer, and only where
+co-activated experts together: ranks stay balanced. Works layer by layer, and only where
 pairs were recorded and there is more than one host.
 
 Letters in shapes: L MoE layers, E logical experts, P physical slots, H hosts.

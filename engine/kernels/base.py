@@ -18,7 +18,7 @@ class KernelSet(StrEnum):
     HOPPER = "hopper"
     """DeepGEMM, FlashAttention-4, FlashMLA and our Triton kernels."""
     TRITON = "triton"
-    """Our Triton kernels alone, products and decode's attention too, and PyTorch's for prompts."""
+    """Triton kernels for GEMMs and decode attention, PyTorch's attention for prompts."""
     PORTABLE = "portable"
     """Plain PyTorch."""
 

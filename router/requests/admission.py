@@ -165,7 +165,7 @@ class Admission:
         last_order: int = 0,
         on_refused: Callable[[Standing], None] = lambda standing: None,
     ) -> None:
-        """``limit``: choices in flight, until ``set_limit`` says otherwise.
+        """``limit``: concurrent requests, each of n choices counted; ``set_limit`` changes it.
 
         ``bodies`` are those of several admissions together, in the place of ``max_queue_bytes``.
         ``last_order`` is that of the last tier in order; ``on_refused`` is told of requests that

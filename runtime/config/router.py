@@ -42,8 +42,8 @@ class RouterSection:
     on other hosts, if there are any."""
     http_processes: int = 1
     max_concurrent_requests: int = 0
-    """Choices in flight at once, further requests wait; 0: three quarters of what the decode ranks
-    take on, divided by the routers that they are registered at."""
+    """Concurrent requests, each of n choices counted; others wait. 0: three quarters of what the
+    decode ranks take on, divided by the routers that they are registered at."""
     max_priority: int = 0
     """A request's ``priority`` may be from its negative to this, the lowest goes first; 0: it says
     nothing."""
@@ -90,7 +90,7 @@ class RouterSection:
     lease_ttl_s: float = 5.0
     """A worker that is silent for so long is out of the pool."""
     tool_parser: str = "auto"
-    """How calls of tools are read from answers: "deepseek-v3", "deepseek-v3.1", "glm-4.5",
+    """How tool calls are read from answers: "deepseek-v3", "deepseek-v3.1", "glm-4.5",
     "hermes", "llama3-json", "none", or "auto": as the chat template writes earlier turns' calls."""
     reasoning_parser: str = "auto"
     """How reasoning is told from the answer: "think", "deepseek-r1" (it reasons from the first

@@ -1,4 +1,4 @@
-"""Shares are of the bound of the GPU that ran, or there are none."""
+"""Utilisation is of the roofline of the GPU that ran; of an unknown GPU there is none."""
 
 import pytest
 

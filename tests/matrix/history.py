@@ -26,7 +26,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     calls: str = ""
-    """Names and arguments of calls of tools, one after the other."""
+    """Names and arguments of tool calls, one after the other."""
     finish_reason: str | None = None
     logprobs: list[float] = field(default_factory=list)
 

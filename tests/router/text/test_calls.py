@@ -1,4 +1,4 @@
-"""Calls of tools in every format: found whole, in pieces, cut off, broken, and mere lookalikes."""
+"""Tool calls in every format: found whole, in pieces, cut off, broken, and mere lookalikes."""
 
 from __future__ import annotations
 
