@@ -81,7 +81,7 @@ class FakeCluster:
 
     def close(self) -> None:
         self.do(self._watch.close())
-        self.do(self._controller.close())
+        self.do(self._controller.close(goes_on=False))
         for server in self._servers:
             self.do(server.stop(None))
         self.loop.call_soon_threadsafe(self.loop.stop)
