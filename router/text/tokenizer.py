@@ -120,6 +120,10 @@ class Tokenizer:
         if not _is_byte_level(decoder):
             problem = f"tokenizer.json has the decoder {decoder!r}"
             raise ConfigError("model.path", str(folder), problem, "a byte-level BPE tokenizer")
+        unknown = getattr(backend.model, "unk_token", None)
+        if unknown is not None and backend.model.token_to_id(unknown) is None:
+            problem = f"{path.name} has model.unk_token {unknown!r}, which its vocab lacks"
+            raise ConfigError("model.path", str(folder), problem, "a vocab with this token")
         _add_tokens(backend, folder)
         adds_bos = read_json(folder / SETTINGS).get("add_bos_token")
         bos = special_tokens(folder).get("bos_token") if adds_bos else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import orjson
 import pytest
 import tokenizers
@@ -12,6 +14,7 @@ from router.text.detokenizer import Detokenizer
 from router.text.output import ChoiceText, OutputOptions
 from router.text.pieces import Pieces
 from router.text.tokenizer import Tokenizer, Vocabulary
+from runtime.errors import ConfigError
 from runtime.pb import common_pb2
 from runtime.sampling import FinishReason
 from tests.router.conftest import SPECIAL, train_tokenizer
@@ -186,3 +189,11 @@ def test_nothing_is_known_of_an_id_where_more_is_wanted_than_its_text() -> None:
     assert 10**6 not in plain.json_pieces
     assert ChoiceText(VOCABULARY, OutputOptions(stops=["a"])).json_pieces is None
     assert ChoiceText(VOCABULARY, OutputOptions(keep_tokens=True)).json_pieces is None
+
+
+def test_an_unknown_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path) -> None:
+    content = orjson.loads(BACKEND.to_str())
+    content["model"]["unk_token"] = "<unk?>"
+    (tmp_path / "tokenizer.json").write_bytes(orjson.dumps(content))
+    with pytest.raises(ConfigError, match=r"model\.unk_token '<unk\?>', which its vocab lacks"):
+        Tokenizer.from_dir(tmp_path)
