@@ -4,8 +4,7 @@ Run ``python -m bench.engine.grammar_host``; prints one JSON object. The model i
 are drawn among those that a mask leaves, and a string ends after nine of them about. The vocabulary
 is the bundled model's, widened to ``--vocab-size`` by pairs of its pieces. Every row has a schema
 of its own, or all have the one of ``--schema``, in the grammar that a router makes of it. The parts
-of a step, in milliseconds, medians; a GPU runs the model of the step
-meanwhile:
+of a step, in milliseconds, medians; a GPU runs the model of the step meanwhile:
 
 - take: the matchers are told the tokens of the step before; CPU time of the thread.
 - fill: the masks of this step, where the copy to the device begins; by the clock.
@@ -51,7 +50,7 @@ class GrammarHost:
     num_rows: int
     num_fields: int
     vocab_size: int
-    schema: Any = None
+    constraint: OutputConstraint | None = None
     """Of every row; None: each has one of its own, of ``num_fields``."""
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -99,11 +98,7 @@ class GrammarHost:
         return matcher
 
     def _params(self, row: int) -> SamplingParams:
-        if self.schema is None:
-            constraint = draw_schema(row, self.num_fields, self.draw)
-        else:
-            found = {"json_schema": canonical(self.schema).schema, "is_compact": True}
-            constraint = OutputConstraint(grammar=grammar_of({"type": "json_schema", **found}))
+        constraint = self.constraint or draw_schema(row, self.num_fields, self.draw)
         return SamplingParams(stop_token_ids=(STOP,), constraint=constraint)
 
     def _choose(self, words: np.ndarray[Any, np.dtype[np.int32]]) -> int:
@@ -118,6 +113,11 @@ class GrammarHost:
             return Grammars(vocabulary)
 
 
+def _constraint_of(schema: object) -> OutputConstraint:
+    body = {"json_schema": canonical(schema).schema, "is_compact": True}
+    return OutputConstraint(grammar=grammar_of({"type": "json_schema", **body}))
+
+
 def main() -> None:
     """Measure as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -127,8 +127,11 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=129280)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    schema = None if args.schema is None else json.loads(args.schema.read_text(encoding="utf-8"))
-    host = GrammarHost(args.rows, args.fields, args.vocab_size, schema)
+    schema = constraint = None
+    if args.schema is not None:
+        schema = json.loads(args.schema.read_text(encoding="utf-8"))
+        constraint = _constraint_of(schema)
+    host = GrammarHost(args.rows, args.fields, args.vocab_size, constraint)
     for _ in range(args.steps):
         host.step()
     host.constraints.close()

@@ -310,7 +310,7 @@ class GuardedMatcher:
             self._ask({"are_drafts": False}, token_ids)
 
     def _ask(self, content: Mapping[str, Any], token_ids: Sequence[int]) -> None:
-        self._cpu_s = _cpu_s_of(self._process_id)
+        self._cpu_s = self.cpu_s
         self._num_asked += 1
         try:
             send(self._end, content, np.array(token_ids, dtype=np.int32).tobytes())

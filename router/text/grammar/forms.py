@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,17 +62,25 @@ def _is_listed(fmt: Format) -> bool:
     return fmt["type"] in ("const_string", "json_schema")
 
 
-def _has_pattern(schema: object) -> bool:
+def _has_pattern(schema: dict[str, Any] | bool) -> bool:
+    patterns = ("pattern", "patternProperties")
+    return any(not node.keys().isdisjoint(patterns) for node in _schemas_in(schema))
+
+
+def _schemas_in(schema: dict[str, Any] | bool) -> Iterator[dict[str, Any]]:
+    """A schema in canonical form and all within it; no names of properties, and no values."""
     waiting = [schema]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, dict):
-            if "pattern" in node or "patternProperties" in node:
-                return True
-            waiting += node.values()
-        elif isinstance(node, list | tuple):
-            waiting += node
-    return False
+        if isinstance(node, bool):
+            continue
+        yield node
+        for name in ("properties", "patternProperties", "$defs"):
+            waiting += node.get(name, {}).values()
+        for name in ("anyOf", "prefixItems"):
+            waiting += node.get(name, ())
+        for name in ("items", "additionalProperties", "propertyNames"):
+            waiting += [node[name]] if name in node else []
 
 
 def num_rivals(schema: dict[str, Any] | bool) -> int:
@@ -84,15 +92,10 @@ def num_rivals(schema: dict[str, Any] | bool) -> int:
         schema: in canonical form.
     """
     defs = schema.get("$defs", {}) if isinstance(schema, dict) else {}
-    number, waiting = 0, list[object]([schema])
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, dict):
-            kinds = [kind for each in node.get("anyOf", ()) for kind in _kinds_of(each, defs)]
-            number += max(Counter(kinds).values(), default=1) - 1
-            waiting += node.values()
-        elif isinstance(node, list | tuple):
-            waiting += node
+    number = 0
+    for node in _schemas_in(schema):
+        kinds = [kind for each in node.get("anyOf", ()) for kind in _kinds_of(each, defs)]
+        number += max(Counter(kinds).values(), default=1) - 1
     return number
 
 

@@ -172,8 +172,32 @@ def test_what_may_take_long_is_guarded(form: Form, expected: Any) -> None:
             },
             1,
         ),
+        ({"properties": {"anyOf": {"type": "string"}, "enum": {}, "$defs": {}}}, 0),
+        ({"enum": [{"anyOf": [1, 2]}, {"anyOf": [{"$ref": "x"}], "$defs": 3}]}, 0),
         ({"properties": {"a": {"oneOf": STRINGS}, "b": {"anyOf": STRINGS}}}, 2 * (MAX_RIVALS + 1)),
     ],
 )
 def test_schemas_that_are_followed_beside_others_are_counted(schema: object, expected: int) -> None:
     assert num_rivals(canonical(schema).schema) == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"items": PATTERN},
+        {"prefixItems": [True, PATTERN]},
+        {"items": [PATTERN], "additionalItems": False},
+        {"properties": {"pattern": PATTERN}},
+        {"additionalProperties": PATTERN},
+        {"unevaluatedProperties": PATTERN},
+        {"propertyNames": PATTERN},
+        {"anyOf": [{"type": "integer"}, PATTERN]},
+        {"oneOf": [{"type": "integer"}, PATTERN]},
+        {"allOf": [PATTERN]},
+        {"$defs": {"a": {"items": PATTERN}}, "$ref": "#/$defs/a"},
+        {"patternProperties": {"a*": {"type": "integer"}}},
+        {"additionalProperties": {"items": {"prefixItems": [{"anyOf": [True, PATTERN]}]}}},
+    ],
+)
+def test_a_pattern_is_found_wherever_a_schema_may_stand(schema: object) -> None:
+    assert is_guarded(None, json_of(schema, "x"))
