@@ -19,6 +19,7 @@ from router.text.calls.formats import CALL_FORMATS
 from router.text.calls.kimi import KIMI_MARKS
 from router.text.grammar.documents import document_rules
 from router.text.grammar.ebnf import Rules
+from router.text.grammar.forms import is_guarded, json_of_canonical
 from router.text.grammar.pattern import Pattern, check_pattern
 from router.text.grammar.schema import canonical
 from router.text.grammar.schema_errors import SchemaError, spelled
@@ -94,6 +95,7 @@ def schemas(data: bytes) -> None:
         except SchemaError as error:
             spelled(error.path)
             continue
+        is_guarded(None, json_of_canonical(found, "schema"))
         text = document_rules(found.schema, is_compact=closed)
         assert text is None or len(text) <= MAX_RULES, len(text)
 
