@@ -13,12 +13,12 @@ import secrets
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import BinaryIO
 
+from tests.integration.background import Background
 from tests.integration.cluster import Cluster
 from tests.processes.forked import Process, execute
 
@@ -101,7 +101,7 @@ class LinkedCluster(Cluster):
         return super().start_process(name, command, environment, log)
 
 
-class Churn:
+class Churn(Background):
     """Kills and cuts until told to stop, from a thread of its own."""
 
     def __init__(
@@ -116,12 +116,11 @@ class Churn:
         seed: int = 31,
         spared: Collection[str] = (),
     ) -> None:
+        super().__init__("churn")
         self.counts: Counter[str] = Counter()
         self._cluster = cluster
         self._draw = random.Random(seed)
         self._spared = frozenset(spared)
-        self._stop = threading.Event()
-        self._failure: BaseException | None = None
         plan: list[tuple[str, float, Callable[[], None]]] = [
             ("decode killed", decode_every_s, lambda: self._restart("decode")),
             ("prefill killed", prefill_every_s, lambda: self._restart("prefill")),
@@ -129,33 +128,19 @@ class Churn:
         if link is not None:
             plan.append(("network cut", cut_every_s, lambda: link.cut(cut_s)))
         self._plan = plan
-        self._thread = threading.Thread(target=self._run, name="churn", daemon=True)
-
-    def __enter__(self) -> Churn:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(120)
-        if self._failure is not None:
-            raise self._failure
 
     def _run(self) -> None:
         begun = time.monotonic()
         due = [(begun + every_s, index) for index, (_, every_s, _) in enumerate(self._plan)]
-        try:
-            while due:
-                at, index = min(due)
-                if self._stop.wait(max(0.0, at - time.monotonic())):
-                    return
-                name, every_s, act = self._plan[index]
-                act()
-                self.counts[name] += 1
-                due.remove((at, index))
-                due.append((time.monotonic() + every_s, index))
-        except BaseException as error:
-            self._failure = error
+        while due:
+            at, index = min(due)
+            if self._stop.wait(max(0.0, at - time.monotonic())):
+                return
+            name, every_s, act = self._plan[index]
+            act()
+            self.counts[name] += 1
+            due.remove((at, index))
+            due.append((time.monotonic() + every_s, index))
 
     def _restart(self, role: str) -> None:
         """Kill one instance of the role, if another one is there to go on."""

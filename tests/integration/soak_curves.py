@@ -11,7 +11,6 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from tests.integration.background import Background
 
 if TYPE_CHECKING:
     from tests.integration.cluster import Cluster
@@ -54,36 +55,21 @@ class Sample:
     blocks: int
 
 
-class Sampler:
+class Sampler(Background):
     """Samples all processes of a cluster into a file, from a thread of its own."""
 
     def __init__(self, cluster: Cluster, path: Path) -> None:
+        super().__init__("sampler")
         self._cluster = cluster
         self._path = path
-        self._stop = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(120)
-        if self._failure is not None:
-            raise self._failure
 
     def _run(self) -> None:
         began = time.monotonic()
-        try:
-            with self._path.open("w", encoding="utf-8") as file:
-                while not self._stop.wait(EVERY_S):
-                    for sample in self._take(time.monotonic() - began):
-                        file.write(json.dumps(asdict(sample)) + "\n")
-                    file.flush()
-        except BaseException as error:
-            self._failure = error
+        with self._path.open("w", encoding="utf-8") as file:
+            while not self._stop.wait(EVERY_S):
+                for sample in self._take(time.monotonic() - began):
+                    file.write(json.dumps(asdict(sample)) + "\n")
+                file.flush()
 
     def _take(self, seconds: float) -> list[Sample]:
         held = _blocks_held(self._cluster)
