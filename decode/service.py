@@ -16,13 +16,13 @@ from functools import partial
 
 import grpc
 
-from decode.border import Border, RankFacts
 from decode.bridge import RankBridge
 from decode.frames import Delta, fill_frame
 from decode.metrics import DecodeMetrics
 from decode.outboxes import Outboxes
 from decode.places import Places
 from decode.requests import DecodeRequest, TicketUpdate, writer_key
+from decode.validation import RankFacts, Validation
 from engine.constraint.constraints import AnyMatcher, Constraints
 from runtime.errors import DrainingError, RequestCancelledError, TandemError
 from runtime.logging import fields, get_logger
@@ -66,7 +66,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._facts = facts
         self._bridge = bridge
         self._outboxes = outboxes
-        self._border = Border(facts, places)
+        self._validation = Validation(facts, places)
         self._constraints = constraints
         self._metrics = metrics
         self._load = load
@@ -95,7 +95,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         try:
             if self._draining:
                 raise self._draining_error()
-            self._border.take_place(request)
+            self._validation.take_place(request)
             reservation = await self._reserve(request)
         except TandemError as error:
             self._metrics.rejected(error)
@@ -107,7 +107,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     ) -> decode_pb2.ClaimResponse:
         """Wait for the ticket of a reservation."""
         try:
-            update = await self._bridge.claim(partial(self._border.make_claim, request))
+            update = await self._bridge.claim(partial(self._validation.make_claim, request))
         except TandemError as error:
             logger.info(
                 "refused a claim %s",
@@ -131,7 +131,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         """Prompts of these tickets are still being computed."""
         nonces = list(request.nonces)
         try:
-            self._border.check_epoch(request.decode_epoch)
+            self._validation.check_epoch(request.decode_epoch)
             unknown = await self._bridge.renew(nonces, writer_key(request.prefill))
         except TandemError:
             unknown = nonces  # of another life, or the loop is over: nothing waits any more
@@ -142,7 +142,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     ) -> decode_pb2.CloseTicketsResponse:
         """Prefill ranks will write no more under these tickets."""
         try:
-            self._border.check_epoch(request.decode_epoch)
+            self._validation.check_epoch(request.decode_epoch)
             unknown = await self._bridge.close_tickets(request)
         except TandemError as error:
             return decode_pb2.CloseTicketsResponse(error=error_to_proto(error))
@@ -196,7 +196,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self._outboxes.expect(message.router_id, message.request_id, message.num_output_tokens)
         is_taken_on = False
         try:
-            request = await self._border.make_request(message)
+            request = await self._validation.make_request(message)
             making = self._begin_matching(request)
             self._bridge.reserve(request)
             is_taken_on = True

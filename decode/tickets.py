@@ -364,7 +364,7 @@ class TicketDesk:
 def _cacheable(request: DecodeRequest, block_size: int) -> Sequence[bytes]:
     """Hashes of the context that a cache may give; the last token is always computed anew."""
     inner = request.request
-    # Made when the request came (`border`): what is left to hash here is nothing.
+    # Made when the request came (`decode.validation`): what is left to hash here is nothing.
     hashes = inner.update_block_hashes(block_size)
     return hashes[: max_cached_blocks(inner.num_context_tokens, block_size)]
 

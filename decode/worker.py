@@ -16,7 +16,6 @@ from functools import partial
 import grpc.aio
 
 from decode.assembly import ModelSide, build_model_side, build_rank, build_transfer_side
-from decode.border import RankFacts
 from decode.bridge import RankBridge
 from decode.frames import Delta
 from decode.live import WriterOrder
@@ -28,6 +27,7 @@ from decode.rank import DecodeRank
 from decode.revoke import RevokeCalls, Revoker
 from decode.service import DecodeService
 from decode.spans import record_request
+from decode.validation import RankFacts
 from engine.boot.rank import use_device
 from engine.constraint.constraints import Constraints
 from engine.experts.votes import ExpertTurns, StandingExperts

@@ -22,5 +22,5 @@ The life of a request, as queues. Every move is made by one thread, rank 0's eng
 5. FINISHED: every rank has closed the ticket and decode is told so (`closer`). The blocks are
    released; the prefix cache keeps them findable.
 
-Who may write what, until when, is said by tickets; `request_desk` holds the rules of every ending.
+Who may write what, until when, is said by tickets; `lifecycle` holds the rules of every ending.
 """

@@ -25,6 +25,7 @@ from engine.runner import ModelRunner
 from engine.step_error import StepError
 from prefill.commands import PushBlocks
 from prefill.kv_push import PushSettings, StepPusher, plan_pushes
+from prefill.lifecycle import RequestLifecycle
 from prefill.messages import (
     AddRequest,
     CancelRequest,
@@ -39,7 +40,6 @@ from prefill.messages import (
     TicketClaimed,
 )
 from prefill.request import Chunk
-from prefill.request_desk import RequestDesk
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.stall import StallMeter
@@ -138,7 +138,7 @@ class EngineLoop:
         self._emit, self._settings, self._stalls = emit, settings, stalls
         self._observe_gap, self._observe_step, self._clock = observe_gap, observe_step, clock
         self._tell_cache = tell_cache
-        self._desk = RequestDesk(
+        self._requests = RequestLifecycle(
             scheduler, senders, emit, max_model_len=settings.max_model_len, clock=clock
         )
         self._last_exchange = 0.0
@@ -173,7 +173,7 @@ class EngineLoop:
     @property
     def is_empty(self) -> bool:
         """Whether every request has left."""
-        return not len(self._desk)
+        return not len(self._requests)
 
     @property
     def rest_s(self) -> float:
@@ -184,19 +184,19 @@ class EngineLoop:
 
     def heard(self) -> None:
         """Ask for tickets: what is new need not wait for a step."""
-        self._desk.expire()
-        self._desk.want_tickets()
+        self._requests.expire()
+        self._requests.want_tickets()
 
     def plan(self, complete_launched: Callable[[], None]) -> ChunkPlan:
         """Schedule, and tell the senders and the followers what comes."""
-        self._desk.expire()
+        self._requests.expire()
         chunks = self._scheduler.schedule(self._clock())
-        self._desk.want_tickets()  # of those behind this step: their claims travel while it runs
+        self._requests.want_tickets()  # of those behind this step: claims travel while it runs
         batch = self._prepare(chunks)
         if isinstance(batch, StepError):
             self._announce((), ())
             return ChunkPlan(chunks, batch=batch)
-        self._desk.open_tickets(chunks)
+        self._requests.open_tickets(chunks)
         pushes = plan_pushes(chunks, self._scheduler.pool.block_size)
         refusal = self._announce(chunks, pushes)
         return ChunkPlan(chunks, pushes, refusal or batch)
@@ -230,14 +230,14 @@ class EngineLoop:
         for chunk in plan.chunks:
             self._scheduler.take_back(chunk)
             if error.ends(chunk.item.request_id):
-                self._desk.fail(chunk.item, error.answer(chunk.item.request_id))
-            self._desk.settle(chunk.item)
+                self._requests.fail(chunk.item, error.answer(chunk.item.request_id))
+            self._requests.settle(chunk.item)
 
     def answer(self, plan: ChunkPlan, results: Sequence[StepResult], seconds: float) -> None:
         """Send first tokens before the layer for drafts is through; KV and drafts follow."""
         for chunk, result in zip(plan.chunks, results, strict=True):
             if result.sampled is not None and chunk.item.status is PrefillStatus.RUNNING:
-                self._desk.answer(chunk.item, result, seconds)
+                self._requests.answer(chunk.item, result, seconds)
 
     def book(
         self, plan: ChunkPlan, results: Sequence[StepResult], seconds: float, idle_s: float | None
@@ -253,13 +253,13 @@ class EngineLoop:
             if result.is_failed:
                 failure = item.request.failure
                 failure.request_id = item.request_id
-                self._desk.fail(item, failure)
+                self._requests.fail(item, failure)
             elif item.status is PrefillStatus.RUNNING:
                 if result.sampled is not None:
-                    self._desk.complete(item, result, seconds)
+                    self._requests.complete(item, result, seconds)
                 item.prompt_logprobs += result.prompt_logprobs
             item.compute_s += seconds
-            self._desk.settle(item)
+            self._requests.settle(item)
 
     def tell(self) -> None:
         """Measure."""
@@ -279,23 +279,23 @@ class EngineLoop:
     def end(self, error: TandemError | None) -> None:
         """Answer everybody."""
         ended = LoopEnded(self._settings.name, error)
-        self._desk.fail_all(ended)
+        self._requests.fail_all(ended)
         self._emit(ended)
 
     def _apply(self, command: Command) -> None:
         match command:
             case AddRequest(item):
-                self._desk.add(item)
+                self._requests.add(item)
             case CancelRequest(nonce, error):
-                self._desk.cancel(nonce, error)
+                self._requests.cancel(nonce, error)
             case TicketClaimed(nonce, grant):
-                self._desk.ticket_claimed(nonce, grant)
+                self._requests.ticket_claimed(nonce, grant)
             case ClaimFailed(nonce, error):
-                self._desk.claim_failed(nonce, error)
+                self._requests.claim_failed(nonce, error)
             case GiveBack(error, also_begun):
-                self._desk.give_back(error, also_begun=also_begun)
+                self._requests.give_back(error, also_begun=also_begun)
             case RankClosed(rank, closure):
-                self._desk.rank_closed(rank, closure)
+                self._requests.rank_closed(rank, closure)
             case StopLoop():
                 self.steps.leave()
 

@@ -17,7 +17,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from runtime.call_connection import CallConnection
-from runtime.call_door import CallDoor
+from runtime.call_listener import CallListener
 from runtime.call_stream import MAX_BATCH_CALLS
 from runtime.logging import get_logger
 from runtime.net import Credentials, Listen
@@ -75,7 +75,7 @@ class CallServer:
         """
         self._limits = limits
         self._methods: dict[str, CarriedMethod] = {}
-        self._door = CallDoor(credentials, self._welcome)
+        self._listener = CallListener(credentials, self._welcome)
         self._callers: set[_Caller] = set()
 
     def carry(self, service: str, **methods: CarriedMethod) -> None:
@@ -89,11 +89,11 @@ class CallServer:
             ConfigError: the port is taken, and ``field`` names the setting it comes from; or a file
                 of TLS cannot be used.
         """
-        return self._door.open(listen, field)
+        return self._listener.open(listen, field)
 
     async def stop(self, grace_s: float) -> None:
         """Take no more calls; what is under way after ``grace_s`` is cancelled."""
-        await self._door.close()
+        await self._listener.close()
         await asyncio.gather(*(caller.stop(grace_s) for caller in self._callers))
 
     def _welcome(self, connection: CallConnection, roles: Roles) -> tuple[_Caller, int]:

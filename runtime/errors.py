@@ -1,6 +1,6 @@
 """The one exception tree of Tandem.
 
-Foreign errors (gRPC, Ray, transfer libraries) are mapped to these at the border where they appear.
+Foreign errors (gRPC, Ray, transfer libraries) are mapped to these where they appear.
 A message says what is wrong, the value, and the fix; the request id travels beside it.
 ``runtime.wire`` carries them between processes.
 """

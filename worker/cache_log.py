@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 from engine.memory.block_pool import BlockPool
 from engine.memory.events import BlockRemoved, BlockStored, CacheEvent
 from runtime.block_hash import DIGEST_SIZE
-from runtime.news import News
+from runtime.notifications import Notifications
 from runtime.pb import cache_pb2
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class CacheLog:
         self._max_events = max_events
         self._kinds, self._hashes = bytearray(), bytearray()
         self._held: dict[bytes, None] = {}
-        self._news = News()
+        self._changed = Notifications()
 
     @property
     def num_blocks(self) -> int:
@@ -61,7 +61,7 @@ class CacheLog:
         self._held = dict.fromkeys(block_hashes)
         self._forget(len(self._kinds))
         self.next_sequence += 1  # what happened meanwhile counts as one event that is lost
-        self._news.tell()
+        self._changed.notify()
 
     def end(self) -> None:
         """Events are not told any more."""
@@ -90,7 +90,7 @@ class CacheLog:
                 hashes += bytes(DIGEST_SIZE)
         self.next_sequence += len(events)
         self._forget(len(kinds) - self._max_events)
-        self._news.tell()
+        self._changed.notify()
 
     def can_go_on(self, sequence: int) -> bool:
         """Whether all events from this one on are kept or yet to come."""
@@ -115,7 +115,7 @@ class CacheLog:
 
     async def wait(self, timeout_s: float) -> None:
         """Return when there is news, at the latest after ``timeout_s``."""
-        await self._news.wait(timeout_s)
+        await self._changed.wait(timeout_s)
 
     def _forget(self, num_events: int) -> None:
         """The oldest; fewer than one: none."""

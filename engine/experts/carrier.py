@@ -1,6 +1,6 @@
 """What brings the bytes of one expert from a rank to another rank's inbox.
 
-The border between moving experts, which is the same everywhere, and what the ranks have between
+What stands between moving experts, which is the same everywhere, and what the ranks have between
 them: memory of a peer that is mapped here (`engine.parallel.nvlink.expert_carrier`), or a library
 that writes into registered memory, which workers bring along (`worker.expert_transport`).
 """

@@ -21,6 +21,7 @@ from router.http.chat import ChatBody, ChatStream
 from router.http.completions import CompletionBody, CompletionStream, CompletionText
 from router.http.conversation import new_reader, tells_reasoning
 from router.http.dialect import OPENAI, Dialect
+from router.http.error_params import errors_named_by
 from router.http.gate import cache_salt_of, use_of
 from router.http.output_rules import rules_of
 from router.http.params import (
@@ -40,7 +41,6 @@ from router.http.routing_headers import conversation_of, wants_routing
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.serving import Serving, backend_for
 from router.http.tiers import standing_of
-from router.http.told import told_under
 from router.http.unsupported import refuse_unsupported
 from router.model import ModelLimits, ServedModel
 from router.requests.admission import BodyBytes
@@ -83,7 +83,7 @@ class OpenAIEndpoints:
                 asked.client_names = asked.tools.names()
             return asked
 
-        with told_under(lambda: {} if asked is None else asked.client_names):
+        with errors_named_by(lambda: {} if asked is None else asked.client_names):
             return await self.serve_chat(request, parse, form)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from router.http.dialect import Dialect
 from router.http.endpoints import OpenAIEndpoints
+from router.http.error_params import errors_named_by
 from router.http.errors import Failure
 from router.http.generate import (
     GenerateBody,
@@ -29,7 +30,6 @@ from router.http.responses.request import names_of as names_of_responses
 from router.http.responses.stream import ResponseEvents
 from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.serving import Serving, backend_for
-from router.http.told import told_under
 
 
 class ForeignEndpoints:
@@ -52,7 +52,7 @@ class ForeignEndpoints:
             text = GenerateText(info, asked)
             return GenerateStream(text) if body.stream else GenerateBody(info, text)
 
-        with told_under(lambda: names_of(asked)):
+        with errors_named_by(lambda: names_of(asked)):
             return await self._endpoints.serve_completion(request, parse, form)
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
@@ -67,7 +67,7 @@ class ForeignEndpoints:
         def form(body: ChatRequest, info: ResponseInfo) -> ResponseFormat:
             return MessageStream(info) if body.stream else MessageBody(info)
 
-        with told_under(lambda: names_of_messages(asked)):
+        with errors_named_by(lambda: names_of_messages(asked)):
             return await self._endpoints.serve_chat(request, parse, form, ANTHROPIC)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
@@ -93,5 +93,5 @@ class ForeignEndpoints:
             return answer.failed(failure, request_id)
 
         dialect = Dialect(failure=Failure.body, event_of=event_of, done=b"")
-        with told_under(lambda: names_of_responses(asked)):
+        with errors_named_by(lambda: names_of_responses(asked)):
             return await self._endpoints.serve_chat(request, parse, form, dialect)

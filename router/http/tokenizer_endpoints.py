@@ -13,6 +13,7 @@ from aiohttp import web
 
 from router.backend import Backend
 from router.http.body import read_body
+from router.http.error_params import errors_named_by
 from router.http.gate import use_of
 from router.http.hints import IGNORED_HEADER
 from router.http.messages.request import CountRequest
@@ -38,7 +39,6 @@ from router.http.tokenization import (
     text_answer,
     tokens_answer,
 )
-from router.http.told import told_under
 from router.http.unsupported import ignored_fields, refuse_unsupported
 from router.model import ModelLimits, ServedModel
 
@@ -90,7 +90,7 @@ class TokenizerEndpoints:
             num_tokens = _num_tokens(chat, backend, is_abandoned)
             return {"input_tokens": num_tokens}, ignored_fields(chat, backend.model)
 
-        with told_under(lambda: names_of_messages(asked)):
+        with errors_named_by(lambda: names_of_messages(asked)):
             return await self._answer(request, answer)
 
     async def count_of_responses(self, request: web.Request) -> web.Response:
@@ -106,7 +106,7 @@ class TokenizerEndpoints:
             counted: Json = {"object": "response.input_tokens", "input_tokens": num_tokens}
             return counted, ignored_fields(chat, backend.model)
 
-        with told_under(lambda: names_of_responses(asked)):
+        with errors_named_by(lambda: names_of_responses(asked)):
             return await self._answer(request, answer)
 
     async def _answer(self, request: web.Request, answer: Work) -> web.Response:

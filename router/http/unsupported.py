@@ -15,9 +15,9 @@ from typing import Any
 
 from router.errors import RequestError
 from router.http.conversation import template_for
+from router.http.error_params import client_param
 from router.http.output_forms import FIELDS
 from router.http.schema import ChatRequest, CompletionRequest, GenerationRequest
-from router.http.told import told_as
 from router.model import ServedModel
 from runtime.config.templates import FIELD, SHIPPED
 
@@ -177,7 +177,7 @@ def ignored_fields(
         found += [path for path, _, _ in _unread_switches(request, model)]
     elif request.model_extra:
         found += [name for name in _TEMPLATE_SWITCHES if request.model_extra.get(name) is not None]
-    told = [told_as(name, request.client_names) for name in dict.fromkeys(found)]
+    told = [client_param(name, request.client_names) for name in dict.fromkeys(found)]
     return [re.sub(r"[^A-Za-z0-9_.$\[\]-]", "?", name) for name in told]
 
 

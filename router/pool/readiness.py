@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 
 from router.pool.members import Role
 from router.pool.view import PoolView
-from runtime.news import News
+from runtime.notifications import Notifications
 
 
 class Readiness:
@@ -24,9 +24,9 @@ class Readiness:
         self._pool = pool
         self._found_by = found_by
         self._was_ready = False
-        self._changes = News()
+        self._changes = Notifications()
         pool.on_change(self._observe)
-        pool.on_change(self._changes.tell)
+        pool.on_change(self._changes.notify)
 
     @property
     def was_ready(self) -> bool:

@@ -17,7 +17,7 @@ from router.routing.policy import NoWorkersError, Pair, PairingPolicy
 from router.routing.request_shape import RequestShape
 from runtime.block_hash import extend_hashes
 from runtime.errors import ErrorCode, TandemError
-from runtime.news import News
+from runtime.notifications import Notifications
 
 HASHED_AT_ONCE = 512
 """Blocks, which take about a millisecond; a turn of the event loop comes between."""
@@ -41,8 +41,8 @@ class Pairing:
         self._policy = policy
         self._readiness = readiness
         self.worker_wait_s = worker_wait_s
-        self._changes = News()
-        pool.on_change(self._changes.tell)
+        self._changes = Notifications()
+        pool.on_change(self._changes.notify)
 
     @property
     def was_ready(self) -> bool:

@@ -20,9 +20,9 @@ from functools import partial
 from router.errors import as_tandem_error
 from router.pool.readiness import Readiness
 from router.requests.attempt import Attempt, RoomElsewhereError, Workers
+from router.requests.capacity import PATIENCE_GROWTH, PATIENCE_S, SpareCapacity
 from router.requests.generation import Generation
 from router.requests.pairing import PairFinder, Pairing
-from router.requests.rooms import PATIENCE_GROWTH, PATIENCE_S, Rooms
 from router.requests.time_limits import TimeLimits
 from router.routing.policy import NoWorkersError, Pair, PairingPolicy
 from runtime.budget import Budget
@@ -64,7 +64,7 @@ class Pipeline:
         self._workers = workers
         wait_s = section.worker_wait_s
         self._pairing = Pairing(workers.pool, policy, readiness, worker_wait_s=wait_s)
-        self._rooms = Rooms(workers.pool, self._pairing.pick)
+        self._capacity = SpareCapacity(workers.pool, self._pairing.pick)
         self._section = section
         self.live: set[Generation] = set()
         """In the workers' hands, or on their way there."""
@@ -86,7 +86,7 @@ class Pipeline:
         course = _Course(
             self._workers,
             PairFinder(self._pairing, generation),
-            self._rooms,
+            self._capacity,
             generation,
             budget=limits.request,
             max_migrations=section.max_migrations,
@@ -113,7 +113,7 @@ class _Course:
         self,
         workers: Workers,
         finder: PairFinder,
-        rooms: Rooms,
+        capacity: SpareCapacity,
         generation: Generation,
         *,
         budget: Budget,
@@ -122,7 +122,7 @@ class _Course:
         """``budget`` is the request's in all."""
         self._workers = workers
         self._finder = finder
-        self._rooms = rooms
+        self._capacity = capacity
         self._generation = generation
         self._budget = budget
         self._max_migrations = max_migrations
@@ -177,7 +177,7 @@ class _Course:
             number=number,
             budget=self._budget,
             seek_room=partial(
-                self._rooms.seek,
+                self._capacity.seek,
                 pair,
                 self._finder.shape,
                 self._patience_s,

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from decode.border import Border
 from decode.places import Places
+from decode.validation import Validation
 from engine.request import num_blocks_for
 from engine.sampling.inputs import SampledToken
 from kv_transfer.metadata import NO_DRAFT
@@ -85,8 +85,8 @@ def test_a_writer_is_refused_by_name_where_one_side_alone_drafts(who_drafts: str
     drafting = replace(LAYOUT, num_layers=LAYOUT.num_layers + 1, num_mtp_layers=1)
     ours, theirs = (drafting, LAYOUT) if who_drafts == "decode" else (LAYOUT, drafting)
     message = claim(layout_fingerprint=theirs.fingerprint(), layout_description=theirs.describe())
-    border = Border(replace(FACTS, layout=ours), Places(4))
+    validation = Validation(replace(FACTS, layout=ours), Places(4))
     counts = f"num_mtp_layers: ours {ours.num_mtp_layers}, theirs {theirs.num_mtp_layers}"
     with pytest.raises(LayoutMismatchError, match=counts) as caught:
-        border.make_claim(message, lambda update: None)
+        validation.make_claim(message, lambda update: None)
     assert "decode.num_speculative_tokens" in str(caught.value)

@@ -14,6 +14,7 @@ import tokenizers
 
 from router.errors import RequestError
 from router.http.conversation import new_reader
+from router.http.error_params import errors_named_by
 from router.http.errors import failure_from
 from router.http.experts import Asked
 from router.http.generate import GenerateRequest, as_completion
@@ -37,7 +38,6 @@ from router.http.tokenization import (
     text_answer,
     tokens_answer,
 )
-from router.http.told import told_under
 from router.http.unsupported import ignored_fields, refuse_unsupported
 from router.model import ServedModel, load_served_model
 from router.text.calls.formats import CALL_FORMATS
@@ -120,7 +120,7 @@ def _told(run: Callable[[], None], names: Callable[[], Mapping[str, str]]) -> No
     """Run it; a refusal can be told."""
     refusal: RequestError | None = None
     try:
-        with told_under(names):
+        with errors_named_by(names):
             run()
     except RequestError as error:
         refusal = error

@@ -8,8 +8,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from decode.border import Border, RankFacts
 from decode.places import Places
+from decode.validation import RankFacts, Validation
 from prefill.validation import RunLimits, check_identity, check_run, check_ticket
 from router.pool.cache_follower import CacheFollower, CacheFrameError
 from router.pool.members import WorkerKey, departure_from_proto, load_from_proto, member_from_proto
@@ -110,9 +110,9 @@ _FACTS = RankFacts(
 def reservations(data: bytes) -> None:
     """What a router asks of a decode worker."""
     message = decode_pb2.ReserveRequest.FromString(data)
-    border = Border(_FACTS, Places(1))
-    border.take_place(message)
-    found = asyncio.run(border.make_request(message))
+    validation = Validation(_FACTS, Places(1))
+    validation.take_place(message)
+    found = asyncio.run(validation.make_request(message))
     assert found.request.num_tokens == len(message.context_token_ids)
 
 
@@ -123,7 +123,7 @@ def claims(data: bytes) -> None:
             ticket = decode_pb2.TransferTicket.FromString(part)
             with contextlib.suppress(StaleTicketError):
                 check_ticket(ticket, decode_pb2.Reservation.FromString(part), 9, LAYOUT.block_size)
-        Border(_FACTS, Places(1)).make_claim(
+        Validation(_FACTS, Places(1)).make_claim(
             decode_pb2.ClaimRequest.FromString(part), lambda _: None
         )
 

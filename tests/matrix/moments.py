@@ -35,7 +35,7 @@ HOOKS: dict[str, dict[str, str]] = {
     "prefill": {
         "kv_transfer.posts_in_flight.PostsInFlight.post": Moment.TRANSFER,
         "kv_transfer.post_builder.PostBuilder._flag": Moment.BEFORE_FLAG,
-        "prefill.request_desk.RequestDesk.answer": Moment.FIRST_TOKEN,
+        "prefill.lifecycle.RequestLifecycle.answer": Moment.FIRST_TOKEN,
     },
 }
 """What is called at a moment, by role: the process stands before it."""

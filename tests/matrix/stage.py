@@ -36,9 +36,9 @@ class Stage:
         self._wanted = ""
         self._came: queue.Queue[Standing] = queue.Queue()
         self._lock = threading.Lock()
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.bind(str(folder / SOCKET))
-        self._door.listen(64)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / SOCKET))
+        self._listener.listen(64)
         self._thread = threading.Thread(target=self._serve, name="stage")
 
     def __enter__(self) -> Stage:
@@ -47,9 +47,9 @@ class Stage:
 
     def __exit__(self, *_: object) -> None:
         self.disarm()
-        self._door.shutdown(socket.SHUT_RDWR)
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._door.close()
+        self._listener.close()
 
     def arm(self, moment: str, after: int = 1) -> None:
         """Who comes to the moment for the `after`-th time stands still, the first to do so."""
@@ -79,7 +79,7 @@ class Stage:
     def _serve(self) -> None:
         while True:
             try:
-                connection, _ = self._door.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 return
             try:

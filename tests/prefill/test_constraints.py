@@ -66,7 +66,7 @@ async def test_a_first_token_that_nothing_can_follow_ends_the_request(bench: Ser
         (constrained("1", starts_after=[10**6]), "constraint.starts_after has token id 1000000"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_its_name(
+async def test_invalid_values_name_the_field(
     bench: ServiceBench, sampling: common_pb2.SamplingParams, word: str
 ) -> None:
     answer = await bench.run(1, sampling=sampling)

@@ -61,7 +61,7 @@ def test_a_table_is_a_model(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_name(tmp_path: Path, text: str, words: str) -> None:
+def test_invalid_values_name_the_field(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read_models(write(tmp_path, text))
 

@@ -1,7 +1,7 @@
 """Connections that peers opened to write into our memory, and the fence that ends them.
 
 Each has, from its hello on, a thread that reads payloads straight into the registered regions (see
-``transports.door`` for those before it). A fence shuts the socket
+``transports.listener`` for those before it). A fence shuts the socket
 down and joins that thread: a write that it had begun may end short, and nothing follows. What the
 kernel still held for the socket goes with it, and the peer's pending posts FAIL.
 """
@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.transports.door import Door
 from kv_transfer.transports.gate import Gate, reason_too_many
 from kv_transfer.transports.hello import Hello, Status, WireError, receive_into, send_reply
+from kv_transfer.transports.listener import Listener
 from kv_transfer.transports.loopback.regions import RegionTable
 from kv_transfer.transports.loopback.wire import PostHeader, receive_post, send_ack
 from kv_transfer.transports.sockets import ByteSocket
@@ -59,8 +59,10 @@ class IncomingConnections:
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
         self._is_closing = False
-        self._door = Door(host, name="kv-loopback-door", welcome=self._let_in, port=port, tls=tls)
-        self.address = self._door.address
+        self._listener = Listener(
+            host, name="kv-loopback-accept", welcome=self._let_in, port=port, tls=tls
+        )
+        self.address = self._listener.address
 
     @property
     def generation(self) -> int:
@@ -88,7 +90,7 @@ class IncomingConnections:
         """Stop listening, end all connections, join all threads. Idempotent."""
         with self._lock:
             self._is_closing = True
-        self._door.close()
+        self._listener.close()
         self.end_all()
 
     def _end(self, victims: list[_Connection]) -> None:

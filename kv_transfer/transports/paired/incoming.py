@@ -14,9 +14,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from kv_transfer.transports.door import Door
 from kv_transfer.transports.gate import Gate, reason_too_many
 from kv_transfer.transports.hello import Hello, Status, send_reply
+from kv_transfer.transports.listener import Listener
 from kv_transfer.transports.paired.engine import EngineError, EngineFactory
 from kv_transfer.transports.paired.frames import FrameKind, receive_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
@@ -62,8 +62,10 @@ class IncomingPeers:
         self._suspects: dict[str, list[ProcessIdentity]] = {}  # by peer: may still write
         self._num_created = 0
         self._is_closing = False
-        self._door = Door(host, name="kv-paired-door", welcome=self._let_in, port=port, tls=tls)
-        self.port: int = self._door.address[1]
+        self._listener = Listener(
+            host, name="kv-paired-accept", welcome=self._let_in, port=port, tls=tls
+        )
+        self.port: int = self._listener.address[1]
 
     @property
     def generation(self) -> int:
@@ -109,7 +111,7 @@ class IncomingPeers:
         """Stop listening, end all connections, join all threads. Idempotent."""
         with self._lock:
             self._is_closing = True
-        self._door.close()
+        self._listener.close()
         with self._lock:
             victims = list(self._peers)
         for connection in self._end(victims):

@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PlainValidator
 
+from router.http.error_params import turn_params
 from router.http.fields import Integer, neutral
 from router.http.hints import Api, Body, OfferedTools
 from router.http.messages.tools import ToolChoice, tool_choice_of, tools_of
 from router.http.messages.turns import Turns, text_of, turns_of
 from router.http.response import Json
 from router.http.schema import ChatRequest, validated
-from router.http.told import turns_told
 from router.http.unsupported import REASONING_SWITCHES
 from router.model import ServedModel
 
@@ -102,7 +102,7 @@ def names_of(request: CountRequest | None) -> dict[str, str]:
     """
     if request is None:
         return {}
-    turns = turns_told(
+    turns = turn_params(
         [f"messages[{number}]" for number in request.messages.origins],
         beginning="system" if request.system else "",
         call_id="tool_use_id",

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from router.errors import RequestError
+from router.http.error_params import turn_params
 from router.http.fields import Integer, neutral
 from router.http.hints import IGNORED_INCLUDES, Api, Body, OfferedTools, is_hosted
 from router.http.response import Json
 from router.http.responses.items import Conversation, conversation_of
 from router.http.schema import ChatRequest, validated
-from router.http.told import turns_told
 from router.http.tools import allowed_tools_of, offered_of, requires
 
 LOGPROBS = "message.output_text.logprobs"
@@ -208,7 +208,7 @@ def names_of(request: InputRequest | None) -> dict[str, str]:
     """
     if request is None:
         return {}
-    turns = turns_told(
+    turns = turn_params(
         [f"input[{number}]" for number in request.input.origins],
         beginning="instructions" if request.instructions else "",
         call_id="call_id",

@@ -217,7 +217,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"max_completion_tokens": 3}, 400, "invalid_request_error", "max_completion_tokens"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_its_name(
+async def test_invalid_values_name_the_field(
     http, cluster: Cluster, *, change: dict[str, object], status: int, kind: str, name: str
 ) -> None:
     found, answer = await ask(http, **change)

@@ -388,7 +388,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
         ({"verbosity": "low"}, "verbosity"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_its_name(
+async def test_invalid_values_name_the_field(
     http: aiohttp.ClientSession, cluster: Cluster, change: dict[str, object], param: str
 ) -> None:
     status, answer = await ask(http, **change)

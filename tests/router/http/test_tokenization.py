@@ -116,7 +116,7 @@ async def test_what_is_ignored_is_told_by_a_header(http, cluster: Cluster) -> No
         ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_its_name(
+async def test_invalid_values_name_the_field(
     http, cluster: Cluster, *, path: str, body: dict[str, object], status: int, param: str
 ) -> None:
     found, answer = await post(http, path, **body)

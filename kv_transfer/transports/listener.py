@@ -2,9 +2,9 @@
 
 One thread serves all of them: a stranger costs a file descriptor and a few hundred bytes, never a
 thread. So many may wait at once (with TLS their handshake counts as part of their hello); when one
-more comes, the oldest is cut off. A peer says its hello
-as soon as it is connected, so it is never the oldest for long, and no number of strangers keeps it
-out. A whole hello has one limit of time, however its bytes drip.
+more comes, the oldest is cut off. A peer says its hello as soon as it is connected, so it is never
+the oldest for long, and no number of strangers keeps it out. A whole hello has
+one limit of time, however its bytes drip.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class _Stranger:
     """Its TLS handshake is not over."""
 
 
-class Door:
+class Listener:
     """Listens at ``host`` from the first moment on; ``close`` is for any thread but its own.
 
-    ``welcome(sock, hello)`` is called on the door's thread and must not block. It returns why the
-    peer is refused, or an empty text when it has taken ``sock`` over, which blocks then.
+    ``welcome(sock, hello)`` is called on the listener's thread and must not block. It returns why
+    the peer is refused, or an empty text when it has taken ``sock`` over, which blocks then.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Door:
             sock.close()
             return
         except Exception:
-            # The door must outlive it: all other peers come this way.
+            # The listener must outlive it: all other peers come this way.
             _log.exception("cannot serve a connection of %r", hello.sender)
             reason = "this peer cannot serve a connection now"
         if reason:

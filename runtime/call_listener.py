@@ -43,7 +43,7 @@ Welcome = Callable[[CallConnection, Roles], tuple[ConnectionOwner, int]]
 send."""
 
 
-class CallDoor:
+class CallListener:
     """Listens, and hands over the connections of callers. One event loop owns it."""
 
     def __init__(self, credentials: Credentials, welcome: Welcome) -> None:

@@ -46,7 +46,7 @@ _PHASES: Mapping[PrefillStatus, str] = {
 """What a request whose time is over was waiting for."""
 
 
-class RequestDesk:
+class RequestLifecycle:
     """All requests of the loop, by their nonce."""
 
     def __init__(

@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from deploy.certificates import make_certificates
-from runtime import call_door, call_server, call_stream
+from runtime import call_listener, call_server, call_stream
 from runtime.call_connection import greeting
 from runtime.call_server import CallServer, CarriedMethod
 from runtime.call_stream import MAX_BATCH_CALLS, CallStream, Method
@@ -135,7 +135,7 @@ async def test_who_does_not_speak_our_protocol_is_cut_off(data: bytes) -> None:
         assert await rest(reader) == b""
         writer.close()
         assert await ask(port, RIGHT) == 7
-        assert server._door.num_strangers == 0
+        assert server._listener.num_strangers == 0
 
 
 async def test_who_speaks_another_version_of_it_is_told_so() -> None:
@@ -157,7 +157,7 @@ async def test_who_speaks_another_version_of_it_is_told_so() -> None:
 async def test_who_says_nothing_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_tls: bool
 ) -> None:
-    monkeypatch.setattr(call_door, "GREETING_S", 0.1)
+    monkeypatch.setattr(call_listener, "GREETING_S", 0.1)
     files = make_certificates(tmp_path, (HOST,)) if has_tls else None
     async with serving(dataclasses.replace(RIGHT, tls=files)) as (_, port):
         reader, writer = await asyncio.open_connection(HOST, port)
@@ -221,14 +221,14 @@ async def test_more_calls_than_a_message_holds_go_in_several(
 
 
 async def test_no_number_of_strangers_keeps_a_caller_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_door, "MAX_STRANGERS", 3)
-    monkeypatch.setattr(call_door, "GREETING_S", 60.0)
+    monkeypatch.setattr(call_listener, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(call_listener, "GREETING_S", 60.0)
     async with serving() as (server, port):
         strangers = [await asyncio.open_connection(HOST, port) for _ in range(10)]
         for reader, _ in strangers[:7]:
             assert await rest(reader) == b""  # the oldest had to go
         assert await ask(port, RIGHT) == 7
-        assert server._door.num_strangers <= 3
+        assert server._listener.num_strangers <= 3
         for _, writer in strangers:
             writer.close()
 

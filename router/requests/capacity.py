@@ -28,35 +28,35 @@ PATIENCE_GROWTH = 4.0
 
 
 @dataclass(slots=True, eq=False)
-class Seeker:
+class WaitingRequest:
     """One attempt that waits for its prompt's turn, while it is entered."""
 
-    rooms: Rooms
+    capacity: SpareCapacity
     pair: Pair
     shape: Callable[[], RequestShape]
     patience_s: float
     num_tokens: int
-    roomy: asyncio.Future[Pair]
+    elsewhere: asyncio.Future[Pair]
     standing: Standing
     on_way_to: list[WorkerKey] = field(default_factory=list)
     blocked_since: float | None = None
 
     def __enter__(self) -> asyncio.Future[Pair]:
-        self.rooms.enter(self)
-        return self.roomy
+        self.capacity.enter(self)
+        return self.elsewhere
 
     def __exit__(self, *_: object) -> None:
-        self.rooms.leave(self)
+        self.capacity.leave(self)
 
 
-class Rooms:
-    """All seekers of a router process. One event loop owns it."""
+class SpareCapacity:
+    """All waiting requests of a router process. One event loop owns it."""
 
     def __init__(self, pool: PoolView, pick: Callable[[RequestShape], Pair]) -> None:
         """``pick``: the best pair for a request, or NoWorkersError."""
         self._pool = pool
         self._pick = pick
-        self._seekers: dict[Seeker, None] = {}  # in the order in which they came
+        self._waiting: dict[WaitingRequest, None] = {}  # in the order in which they came
         self._on_way: Counter[WorkerKey] = Counter()
         """Tokens of requests that may not be in a rank's reports yet."""
         self._timer: asyncio.TimerHandle | None = None
@@ -69,7 +69,7 @@ class Rooms:
         standing: Standing = NO_TIER,
         *,
         num_tokens: int,
-    ) -> Seeker:
+    ) -> WaitingRequest:
         """While entered, look for room; the future is a pair that has some.
 
         Args:
@@ -79,23 +79,23 @@ class Rooms:
             standing: before whom it is looked after.
             num_tokens: that a rank has to have room for.
         """
-        roomy: asyncio.Future[Pair] = asyncio.get_running_loop().create_future()
-        return Seeker(self, pair, shape, patience_s, num_tokens, roomy, standing)
+        elsewhere: asyncio.Future[Pair] = asyncio.get_running_loop().create_future()
+        return WaitingRequest(self, pair, shape, patience_s, num_tokens, elsewhere, standing)
 
-    def enter(self, seeker: Seeker) -> None:
+    def enter(self, request: WaitingRequest) -> None:
         """It waits from now on."""
-        self._seekers[seeker] = None
-        self._send(seeker, seeker.pair.decode.key)
+        self._waiting[request] = None
+        self._send(request, request.pair.decode.key)
         self._look_later()
 
-    def leave(self, seeker: Seeker) -> None:
+    def leave(self, request: WaitingRequest) -> None:
         """It waits no more."""
-        del self._seekers[seeker]
-        for key in seeker.on_way_to:
-            self._on_way[key] -= seeker.num_tokens
+        del self._waiting[request]
+        for key in request.on_way_to:
+            self._on_way[key] -= request.num_tokens
             if not self._on_way[key]:
                 del self._on_way[key]
-        if not self._seekers and self._timer is not None:
+        if not self._waiting and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
@@ -103,39 +103,39 @@ class Rooms:
         """Show who has waited for long enough to a rank with room."""
         now = asyncio.get_running_loop().time()
         too_many: float | None = None
-        for seeker in sorted(self._seekers, key=lambda each: each.standing.place):  # then by age
-            if seeker.roomy.done() or not self._is_blocked(seeker, now):
+        for request in sorted(self._waiting, key=lambda each: each.standing.place):  # then by age
+            if request.elsewhere.done() or not self._is_blocked(request, now):
                 continue
-            if too_many is not None and seeker.num_tokens >= too_many:
+            if too_many is not None and request.num_tokens >= too_many:
                 continue  # nobody has room for fewer
-            pair = self._with_room(seeker)
+            pair = self._with_room(request)
             if pair is None:
-                too_many = seeker.num_tokens
+                too_many = request.num_tokens
             else:
-                self._send(seeker, pair.decode.key)
-                seeker.roomy.set_result(pair)
+                self._send(request, pair.decode.key)
+                request.elsewhere.set_result(pair)
 
-    def _is_blocked(self, seeker: Seeker, now: float) -> bool:
-        key = seeker.pair.decode.key
+    def _is_blocked(self, request: WaitingRequest, now: float) -> bool:
+        key = request.pair.decode.key
         is_there = self._pool.member(key) is not None  # else it is lost, and others say so
         if not is_there or not self._pool.reported_load(key).num_requests_blocked:
-            seeker.blocked_since = None
+            request.blocked_since = None
             return False
-        if seeker.blocked_since is None:
-            seeker.blocked_since = now
-        return now - seeker.blocked_since >= seeker.patience_s
+        if request.blocked_since is None:
+            request.blocked_since = now
+        return now - request.blocked_since >= request.patience_s
 
-    def _with_room(self, seeker: Seeker) -> Pair | None:
+    def _with_room(self, request: WaitingRequest) -> Pair | None:
         candidates = self._pool.candidates(Role.DECODE)
-        full = {c.member.key for c in candidates if self._room(c) < seeker.num_tokens}
-        full.add(seeker.pair.decode.key)
+        full = {c.member.key for c in candidates if self._room(c) < request.num_tokens}
+        full.add(request.pair.decode.key)
         if len(full) == len(candidates):
             return None
-        shape = seeker.shape()
+        shape = request.shape()
         shape = replace(
             shape,
             excluded=shape.excluded | full,
-            preferred_prefill=seeker.pair.prefill.key,
+            preferred_prefill=request.pair.prefill.key,
         )
         try:
             return self._pick(shape)
@@ -150,9 +150,9 @@ class Rooms:
             return 0
         return report.num_free_blocks * member.block_size - self._on_way[member.key]
 
-    def _send(self, seeker: Seeker, key: WorkerKey) -> None:
-        seeker.on_way_to.append(key)
-        self._on_way[key] += seeker.num_tokens
+    def _send(self, request: WaitingRequest, key: WorkerKey) -> None:
+        request.on_way_to.append(key)
+        self._on_way[key] += request.num_tokens
 
     def _look_later(self) -> None:
         if self._timer is None:

@@ -13,7 +13,6 @@ import pytest
 
 from deploy.ports import free_port
 from kv_transfer.transport import KV_REGION, MemoryRegion, RegionWrite, TransferState, Transport
-from kv_transfer.transports.door import MAX_STRANGERS, Door
 from kv_transfer.transports.gate import MAX_CONNECTIONS_PER_PEER
 from kv_transfer.transports.hello import (
     MAX_NAME_BYTES,
@@ -22,6 +21,7 @@ from kv_transfer.transports.hello import (
     receive_reply,
     send_hello,
 )
+from kv_transfer.transports.listener import MAX_STRANGERS, Listener
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.loopback.endpoint import LoopbackEndpoint
 from kv_transfer.transports.paired.endpoint import PairedEndpoint
@@ -191,14 +191,14 @@ def test_it_listens_where_it_is_told_and_says_what_it_cannot(kind: str) -> None:
 
 
 class Welcomes:
-    """A door that lets everybody in, or does what it is told to."""
+    """A listener that lets everybody in, or does what it is told to."""
 
     def __init__(self, closing: ExitStack, **options: float) -> None:
         self.closing = closing
         self.hellos: list[Hello] = []
         self.failures: list[Exception] = []
-        self.door = Door(HOST, name="door", welcome=self._welcome, **options)
-        closing.callback(self.door.close)
+        self.listener = Listener(HOST, name="listener", welcome=self._welcome, **options)
+        closing.callback(self.listener.close)
 
     def _welcome(self, sock: socket.socket, hello: Hello) -> str:
         if self.failures:
@@ -208,7 +208,7 @@ class Welcomes:
         return ""
 
     def connect(self) -> socket.socket:
-        return connect(self.door.address, self.closing)
+        return connect(self.listener.address, self.closing)
 
 
 def hello_of(sender: str) -> Hello:
@@ -238,7 +238,7 @@ def test_the_limit_is_for_the_whole_hello(closing: ExitStack) -> None:
             break
     else:
         pytest.fail("the hello was read to its end")
-    assert at.door.num_cut_off == 1
+    assert at.listener.num_cut_off == 1
     assert not at.hellos
 
 
@@ -250,7 +250,7 @@ def test_a_hello_in_pieces_is_read(closing: ExitStack) -> None:
         sock.sendall(data[start : start + 7])
         time.sleep(0.005)
     wait_until(lambda: at.hellos == [hello_of("in-pieces")])
-    assert at.door.num_strangers == 0
+    assert at.listener.num_strangers == 0
 
 
 def test_what_follows_a_hello_is_left_in_the_socket(closing: ExitStack) -> None:
@@ -261,23 +261,23 @@ def test_what_follows_a_hello_is_left_in_the_socket(closing: ExitStack) -> None:
             followed.append(sock.recv(100))
         return ""
 
-    door = Door(HOST, name="door", welcome=welcome)
-    closing.callback(door.close)
-    connect(door.address, closing).sendall(encoded(hello_of("eager")) + b"post")
+    listener = Listener(HOST, name="listener", welcome=welcome)
+    closing.callback(listener.close)
+    connect(listener.address, closing).sendall(encoded(hello_of("eager")) + b"post")
     wait_until(lambda: followed == [b"post"])
 
 
 def test_one_stranger_more_costs_the_oldest_its_place(closing: ExitStack) -> None:
     at = Welcomes(closing, hello_timeout_s=60.0)
     strangers = [at.connect() for _ in range(MAX_STRANGERS)]
-    wait_until(lambda: at.door.num_strangers == MAX_STRANGERS)
+    wait_until(lambda: at.listener.num_strangers == MAX_STRANGERS)
     strangers += [at.connect(), at.connect()]
     assert is_cut_off(strangers[0])
     assert is_cut_off(strangers[1])
-    assert at.door.num_strangers == MAX_STRANGERS
+    assert at.listener.num_strangers == MAX_STRANGERS
     send_hello(strangers[2], hello_of("the oldest that is left"))
     wait_until(lambda: len(at.hellos) == 1)
-    assert at.door.num_cut_off == 2
+    assert at.listener.num_cut_off == 2
 
 
 def test_a_name_that_is_too_long_is_cut_off(closing: ExitStack) -> None:
@@ -319,9 +319,9 @@ def test_the_door_outlives_an_error_behind_it(
 def test_closing_the_door_cuts_all_strangers_off(closing: ExitStack) -> None:
     at = Welcomes(closing)
     strangers = [at.connect() for _ in range(3)]
-    at.door.close()
+    at.listener.close()
     assert all(is_cut_off(stranger) for stranger in strangers)
-    at.door.close()
+    at.listener.close()
 
 
 @KINDS

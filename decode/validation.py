@@ -77,7 +77,7 @@ class RankFacts:
         )
 
 
-class Border:
+class Validation:
     """Turns messages into what the engine loop takes. Used on the event loop only."""
 
     def __init__(self, facts: RankFacts, places: Places) -> None:

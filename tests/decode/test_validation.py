@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from decode import border
-from decode.border import Border, RankFacts
+from decode import validation
 from decode.places import Places
+from decode.validation import RankFacts, Validation
 from engine.request import Request
 from kv_transfer.metadata import SlotLayout
 from runtime.budget import BudgetKind
@@ -105,13 +105,13 @@ def test_a_malformed_reservation_takes_no_place(
 ) -> None:
     places = Places(4)
     with pytest.raises(error, match=words):
-        Border(FACTS, places).take_place(reserve(**changes))
+        Validation(FACTS, places).take_place(reserve(**changes))
     assert len(places) == 0
 
 
 def test_places_are_limited_and_an_id_has_one() -> None:
     places = Places(2)
-    checked = Border(FACTS, places)
+    checked = Validation(FACTS, places)
     checked.take_place(reserve())
     with pytest.raises(InvalidRequestError, match="request id a is in use"):
         checked.take_place(reserve())
@@ -123,7 +123,7 @@ def test_places_are_limited_and_an_id_has_one() -> None:
 
 
 async def test_a_context_is_prompt_and_output_so_far() -> None:
-    made = await Border(FACTS, Places(4)).make_request(reserve(row_id=12))
+    made = await Validation(FACTS, Places(4)).make_request(reserve(row_id=12))
     assert made.row_id == 12
     assert made.request.prompt_token_ids == [5, 6, 7]
     assert made.request.output_token_ids == [8, 9]
@@ -131,11 +131,11 @@ async def test_a_context_is_prompt_and_output_so_far() -> None:
     assert made.budget.kind is BudgetKind.REQUEST
     assert made.nonce != 0
     with pytest.raises(InvalidRequestError, match="token id 1000"):
-        await Border(FACTS, Places(4)).make_request(reserve(context_token_ids=[5, 6, 1000]))
+        await Validation(FACTS, Places(4)).make_request(reserve(context_token_ids=[5, 6, 1000]))
 
 
 async def test_nonces_are_random() -> None:
-    checked = Border(FACTS, Places(4))
+    checked = Validation(FACTS, Places(4))
     nonces = {(await checked.make_request(reserve())).nonce for _ in range(50)}
     assert len(nonces) == 50
     assert max(nonces) > 2**56
@@ -155,8 +155,8 @@ async def test_a_context_is_hashed_before_the_engine_loop_has_it(
 
     monkeypatch.setattr(Request, "update_block_hashes", watched)
     if is_long:
-        monkeypatch.setattr(border, "LONG_CONTEXT", 5)
-    made = await Border(FACTS, Places(4)).make_request(reserve())
+        monkeypatch.setattr(validation, "LONG_CONTEXT", 5)
+    made = await Validation(FACTS, Places(4)).make_request(reserve())
     assert len(made.request.block_hashes) == 5 // BLOCK_SIZE
     (thread,) = threads
     assert (thread is threading.main_thread()) is not is_long
@@ -175,7 +175,7 @@ async def test_a_context_is_hashed_before_the_engine_loop_has_it(
 def test_who_stores_kv_otherwise_may_not_claim(
     changes: dict[str, Any], error: type[TandemError], words: str
 ) -> None:
-    checked = Border(FACTS, Places(4))
+    checked = Validation(FACTS, Places(4))
     assert checked.make_claim(claim(), lambda _: None).writer_key == "prefill-0@0000000000000007/0"
     with pytest.raises(error, match=words):
         checked.make_claim(claim(**changes), lambda _: None)
@@ -192,7 +192,7 @@ def test_a_writer_that_speaks_something_else_gets_no_ticket(
     wire: common_pb2.Wire | None, said: str
 ) -> None:
     with pytest.raises(LayoutMismatchError) as raised:
-        Border(FACTS, Places(4)).make_claim(claim(wire=wire), lambda _: None)
+        Validation(FACTS, Places(4)).make_claim(claim(wire=wire), lambda _: None)
     assert f"prefill worker prefill-0/0 speaks {said}, this process wire {WIRE} " in str(
         raised.value
     )

@@ -9,7 +9,7 @@ from router.errors import RequestError
 
 
 @contextlib.contextmanager
-def told_under(names_of: Callable[[], Mapping[str, str]]) -> Iterator[None]:
+def errors_named_by(names_of: Callable[[], Mapping[str, str]]) -> Iterator[None]:
     """Let a refusal name the field that the client sent instead of what it was translated to.
 
     ``names_of`` gives the client's names by ours: of fields, of items of lists, of parts of either.
@@ -20,13 +20,13 @@ def told_under(names_of: Callable[[], Mapping[str, str]]) -> Iterator[None]:
         if error.param is not None:
             names = names_of()
             ours = _longest_within(error.param, names)
-            error.param = told_as(error.param, names)
+            error.param = client_param(error.param, names)
             if error.message.startswith(ours):
                 error.message = names.get(ours, ours) + error.message.removeprefix(ours)
         raise
 
 
-def told_as(param: str, names: Mapping[str, str]) -> str:
+def client_param(param: str, names: Mapping[str, str]) -> str:
     """The client's name of what is called ``param`` here."""
     ours = _longest_within(param, names)
     return names.get(ours, ours) + param.removeprefix(ours)
@@ -38,7 +38,7 @@ def _longest_within(param: str, names: Mapping[str, str]) -> str:
     return max(found, key=len, default="")
 
 
-def turns_told(origins: Sequence[str], *, beginning: str, call_id: str) -> dict[str, str]:
+def turn_params(origins: Sequence[str], *, beginning: str, call_id: str) -> dict[str, str]:
     """The names of the messages of a conversation that was translated, one by one.
 
     Args:

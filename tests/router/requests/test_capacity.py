@@ -13,9 +13,9 @@ import pytest
 
 from router.pool.members import Member
 from router.pool.view import PoolView
+from router.requests import capacity as capacity_module
 from router.requests import pipeline as pipeline_module
-from router.requests import rooms as rooms_module
-from router.requests.rooms import Rooms
+from router.requests.capacity import SpareCapacity
 from router.routing.policy import Pair, PairingPolicy
 from router.routing.request_shape import RequestShape
 from runtime.tiers import Standing
@@ -33,10 +33,10 @@ SHAPE = RequestShape(num_context_tokens=300)  # 5 blocks of 64
 NUM_TOKENS = SHAPE.num_tokens_needed
 
 
-def rooms_of(*members: Member) -> tuple[PoolView, Rooms]:
+def capacity_of(*members: Member) -> tuple[PoolView, SpareCapacity]:
     pool = pool_of(*members)
     policy = PairingPolicy("least-loaded")
-    return pool, Rooms(pool, lambda shape: policy.pick(shape, pool))
+    return pool, SpareCapacity(pool, lambda shape: policy.pick(shape, pool))
 
 
 def found(future: asyncio.Future[Pair]) -> str:
@@ -45,36 +45,47 @@ def found(future: asyncio.Future[Pair]) -> str:
 
 async def test_who_waits_longest_is_shown_the_room_and_no_crowd_follows() -> None:
     members = prefill(0), prefill(1), decode(0, load=BLOCKED), decode(1, load=OPEN)
-    _, rooms = rooms_of(*members)
+    _, capacity = capacity_of(*members)
     pair = Pair(members[1], members[2])
     with contextlib.ExitStack() as stack:
-        seekers = [
-            stack.enter_context(rooms.seek(pair, lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS))
+        waiting = [
+            stack.enter_context(capacity.seek(pair, lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS))
             for _ in range(4)
         ]
-        rooms.look()
-        assert [found(seeker) for seeker in seekers] == ["decode-1", "decode-1", *2 * ["none"]]
-        assert seekers[0].result().prefill is pair.prefill, "it has a place in this queue"
+        capacity.look()
+        assert [found(each) for each in waiting] == [
+            "decode-1",
+            "decode-1",
+            *2 * ["none"],
+        ]
+        assert waiting[0].result().prefill is pair.prefill, "it has a place in this queue"
         # Those that went have their blocks: the reports know of them.
         stack.pop_all().close()
-    with rooms.seek(pair, lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS) as seeker:
-        rooms.look()
-        assert found(seeker) == "decode-1"
+    with capacity.seek(pair, lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS) as elsewhere:
+        capacity.look()
+        assert found(elsewhere) == "decode-1"
 
 
 async def test_the_first_tier_is_shown_the_room_though_it_came_last() -> None:
     members = prefill(0), decode(0, load=BLOCKED), decode(1, load=OPEN)
-    _, rooms = rooms_of(*members)
+    _, capacity = capacity_of(*members)
     pair = Pair(members[0], members[1])
     with contextlib.ExitStack() as stack:
-        seekers = [
+        waiting = [
             stack.enter_context(
-                rooms.seek(pair, lambda: SHAPE, 0.0, Standing(order=order), num_tokens=NUM_TOKENS)
+                capacity.seek(
+                    pair, lambda: SHAPE, 0.0, Standing(order=order), num_tokens=NUM_TOKENS
+                )
             )
             for order in (2, 1, 2, 0)
         ]
-        rooms.look()
-        assert [found(seeker) for seeker in seekers] == ["none", "decode-1", "none", "decode-1"]
+        capacity.look()
+        assert [found(each) for each in waiting] == [
+            "none",
+            "decode-1",
+            "none",
+            "decode-1",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -89,13 +100,13 @@ async def test_the_first_tier_is_shown_the_room_though_it_came_last() -> None:
 )
 async def test_nobody_moves_without_need_or_to_no_room(own, other) -> None:
     members = prefill(0), decode(0, load=own), decode(1, load=other)
-    _, rooms = rooms_of(*members)
-    with rooms.seek(
+    _, capacity = capacity_of(*members)
+    with capacity.seek(
         Pair(members[0], members[1]), lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS
-    ) as seeker:
-        rooms.look()
-        rooms.look()
-        assert found(seeker) == "none"
+    ) as elsewhere:
+        capacity.look()
+        capacity.look()
+        assert found(elsewhere) == "none"
 
 
 @pytest.mark.parametrize(
@@ -104,32 +115,32 @@ async def test_nobody_moves_without_need_or_to_no_room(own, other) -> None:
 )
 async def test_nobody_moves_to_a_rank_that_cannot_take_it(change: dict[str, object]) -> None:
     members = prefill(0), decode(0, load=BLOCKED), decode(1, load=OPEN, **change)
-    _, rooms = rooms_of(*members)
-    with rooms.seek(
+    _, capacity = capacity_of(*members)
+    with capacity.seek(
         Pair(members[0], members[1]), lambda: SHAPE, 0.0, num_tokens=NUM_TOKENS
-    ) as seeker:
-        rooms.look()
-        assert found(seeker) == "none"
+    ) as elsewhere:
+        capacity.look()
+        assert found(elsewhere) == "none"
 
 
 async def test_a_rank_that_is_blocked_for_a_moment_is_not_left() -> None:
     members = prefill(0), decode(0, load=BLOCKED), decode(1, load=OPEN)
-    pool, rooms = rooms_of(*members)
-    with rooms.seek(
+    pool, capacity = capacity_of(*members)
+    with capacity.seek(
         Pair(members[0], members[1]), lambda: SHAPE, 3600.0, num_tokens=NUM_TOKENS
-    ) as seeker:
-        rooms.look()
-        (waiting,) = rooms._seekers
-        assert waiting.blocked_since is not None
+    ) as elsewhere:
+        capacity.look()
+        (request,) = capacity._waiting
+        assert request.blocked_since is not None
         pool.report(members[1].key, OPEN)
-        rooms.look()
-        assert waiting.blocked_since is None, "its patience begins anew"
-        assert found(seeker) == "none"
+        capacity.look()
+        assert request.blocked_since is None, "its patience begins anew"
+        assert found(elsewhere) == "none"
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(capacity_module, "LOOK_S", 0.02)
     monkeypatch.setattr(pipeline_module, "PATIENCE_S", 0.05)
 
 
@@ -237,11 +248,11 @@ async def test_a_request_does_not_swing_between_ranks(
 
 def count_looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     looks: list[None] = []
-    look = Rooms.look
+    look = SpareCapacity.look
 
-    def counted(rooms: Rooms) -> None:
+    def counted(capacity: SpareCapacity) -> None:
         looks.append(None)
-        look(rooms)
+        look(capacity)
 
-    monkeypatch.setattr(Rooms, "look", counted)
+    monkeypatch.setattr(SpareCapacity, "look", counted)
     return looks
