@@ -44,6 +44,20 @@ def take_back() -> None:
     gc.unfreeze()
 
 
+def forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error that was dealt with, and of all that it came from.
+
+    A traceback holds the frames that it passed, and they all that they had. Where one of them holds
+    the error too, as a variable or by a future, only a collection would free them.
+    """
+    left: list[BaseException] = [error]
+    while left:
+        one = left.pop()
+        if one.__traceback__ is not None:
+            one.__traceback__ = None
+            left += [each for each in (one.__cause__, one.__context__) if each is not None]
+
+
 class CollectorPauses:
     """Counts the collections in which this process stood still for long; for any thread.
 

@@ -21,6 +21,7 @@ from router.requests.clients import DecodeStub, FramesCall, WorkerClients
 from router.requests.rows import RowSinks
 from runtime.background import BackgroundTasks, tell_failure
 from runtime.errors import PeerLostError, TandemError
+from runtime.garbage import forget_frames
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
 from runtime.rpc import map_rpc_errors
@@ -173,6 +174,7 @@ class FrameStream:
             except Exception as failure:
                 logger.exception("a stream of tokens failed worker=%s", self.key)
                 error = failure
+            forget_frames(error)
             self._note_break(error)
             await asyncio.sleep(self._delay_s())
 

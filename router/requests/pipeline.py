@@ -28,6 +28,7 @@ from router.routing.policy import NoWorkersError, Pair, PairingPolicy
 from runtime.budget import Budget
 from runtime.config import RouterSection
 from runtime.errors import ErrorCode, TandemError
+from runtime.garbage import forget_frames
 from runtime.logging import get_logger
 
 logger = get_logger(__name__)
@@ -154,6 +155,7 @@ class _Course:
                 if not self._may_move(error):
                     raise
                 failure = error
+                forget_frames(error)
             self._num_fruitless = 0 if attempt.has_decoded else self._num_fruitless + 1
             self._note_loss(attempt, pair, failure)
             finish = generation.finish_so_far()

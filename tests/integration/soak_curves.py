@@ -29,8 +29,8 @@ EVERY_S = 5.0
 NUM_BLOCKS = 12
 STUDENT_95 = 2.228
 """Two-sided, of `NUM_BLOCKS` - 2 degrees of freedom."""
-CURVES = ("pss_mib", "files", "threads", "blocks")
-_PSS = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
+CURVES = ("rss_mib", "files", "threads", "blocks")
+_RSS = re.compile(r"^Rss:\s+(\d+) kB$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Sample:
     Attributes:
         seconds: since the first sample.
         process: its name; a new one of the same name has another `pid`.
-        pss_mib: memory, of shared pages its share.
+        rss_mib: memory, shared pages too: a share of these changes as others end.
         files: descriptors.
         threads: of the kernel.
         blocks: of its KV pool that are taken; requests in flight of a router.
@@ -49,7 +49,7 @@ class Sample:
     seconds: float
     process: str
     pid: int
-    pss_mib: float
+    rss_mib: float
     files: int
     threads: int
     blocks: int
@@ -77,7 +77,7 @@ class Sampler(Background):
         for name, process in list(self._cluster.processes.items()):
             proc = Path("/proc", str(process.pid))
             try:
-                found = _PSS.search((proc / "smaps_rollup").read_text())
+                found = _RSS.search((proc / "smaps_rollup").read_text())
                 files, threads = len(os.listdir(proc / "fd")), len(os.listdir(proc / "task"))
             except OSError:  # killed meanwhile
                 continue
@@ -87,7 +87,7 @@ class Sampler(Background):
                         seconds=round(seconds, 1),
                         process=name,
                         pid=process.pid,
-                        pss_mib=round(int(found[1]) / 1024, 2),
+                        rss_mib=round(int(found[1]) / 1024, 2),
                         files=files,
                         threads=threads,
                         blocks=held.get(name, 0),
@@ -156,7 +156,7 @@ def slopes_of_memory(samples: Sequence[Sample]) -> dict[str, tuple[float, float]
     found = {}
     for name, some in of_the_whole_run(samples).items():
         late = some[len(some) // 4 :]
-        per_s, half = slope([s.seconds for s in late], [s.pss_mib for s in late])
+        per_s, half = slope([s.seconds for s in late], [s.rss_mib for s in late])
         found[name] = (3600 * per_s, 3600 * half)
     return found
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from router.__main__ import YOUNG_OBJECTS
-from runtime.garbage import LONG_PAUSE_S, CollectorPauses, set_aside, take_back
+from runtime.garbage import LONG_PAUSE_S, CollectorPauses, forget_frames, set_aside, take_back
 from tests.prefill.fakes import Clock
 
 
@@ -60,6 +60,36 @@ def test_what_is_taken_back_is_freed_when_nobody_has_it(caplog: pytest.LogCaptur
     gc.collect()
     assert ref() is None
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("usual_collections")
+def test_an_error_that_was_dealt_with_holds_no_frames() -> None:
+    held: list[weakref.ref[Cycle]] = []
+
+    def fail() -> None:
+        local = Cycle()
+        local.itself = None
+        held.append(weakref.ref(local))
+        raise ValueError("the first")
+
+    def deal() -> None:
+        try:
+            try:
+                fail()
+            except ValueError as first:
+                raise KeyError("the second") from first
+        except KeyError as second:
+            kept = second
+        assert held[-1]() is not None
+        forget_frames(kept)
+        assert held[-1]() is None
+        assert isinstance(kept.__cause__, ValueError)
+
+    gc.disable()
+    try:
+        deal()
+    finally:
+        gc.enable()
 
 
 def test_long_collections_are_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import weakref
 
 import aiohttp
 import orjson
 import pytest
 
+from router.requests.attempt import Attempt
 from runtime.errors import (
     DrainingError,
     InternalError,
@@ -73,6 +76,29 @@ async def test_decode_dies_after_some_tokens(http, cluster: Cluster, num_tokens:
         == list(cluster.decode.seen[1].context_token_ids) + (cluster.script([])[:num_tokens])
     )
     assert cluster.prefill.seen[-1].context_token_ids == reserved.context_token_ids
+
+
+async def test_an_attempt_that_failed_is_freed_without_a_collection(
+    http, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[weakref.ref[Attempt]] = []
+    run = Attempt.run
+
+    async def noted(attempt: Attempt) -> None:
+        attempts.append(weakref.ref(attempt))
+        await run(attempt)
+
+    monkeypatch.setattr(Attempt, "run", noted)
+    cluster.decode.die_after = 3
+    gc.disable()
+    try:
+        task = asyncio.create_task(answer_of(http))
+        await until(lambda: len(cluster.decode.seen) == 1)
+        await cluster.add_decode("decode-1")
+        await asyncio.wait_for(task, 60)
+        await until(lambda: len(attempts) > 1 and not any(each() for each in attempts))
+    finally:
+        gc.enable()
 
 
 async def test_decode_dies_before_the_first_token(http, cluster: Cluster) -> None:
