@@ -12,9 +12,10 @@ import asyncio
 import contextlib
 import http.client
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.engine.report import Report
@@ -69,12 +70,19 @@ def sum_values(texts: Iterable[str]) -> dict[str, float]:
     """
     values: defaultdict[str, float] = defaultdict(float)
     for text in texts:
-        for family in text_string_to_metric_families(text):
+        for family in _families_of(text):
             for sample in family.samples:
                 if "le" not in sample.labels:
                     status = sample.labels.get("status", "")
                     values[f"{sample.name}:{status}" if status else sample.name] += sample.value
     return dict(values)
+
+
+def _families_of(text: str) -> Iterator[Metric]:
+    try:
+        yield from text_string_to_metric_families(text)
+    except IndexError as error:  # of a label without a name
+        raise ValueError(f"no exposition: {error}") from error
 
 
 def describe_workers(
