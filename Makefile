@@ -18,7 +18,7 @@ BESIDE = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 export PYTHONDONTWRITEBYTECODE =
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := deploy bench router prefill decode worker engine kv_transfer runtime
+PACKAGES := deploy bench router prefill decode worker engine kv_transfer experts grammar runtime
 SOURCES := $(PACKAGES) tools scripts tests
 # Apart from .venv, with what kernels need and nothing else: none of them may come to need more.
 KERNELS := .venv-kernels

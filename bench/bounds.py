@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Final
 
 from engine.config import DeepseekV3Config
-from engine.data_sheets import H200, Hardware
+from experts.data_sheets import H200, Hardware
 
 FP8_GROUP: Final = 128
 """Numbers that share a float32 scale in a row that travels in FP8."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from engine.attention.kernels import VarlenLengths
 from engine.attention.paged_queries import PagedQueries
-from engine.data_sheets import Hardware
 from engine.formats.base import Formats, NumberFormat
 from engine.formats.expert_rows import AlignedRows
 from engine.formats.fp8_rows import Fp8Rows
@@ -27,6 +26,7 @@ from engine.kernels.base import Kernels
 from engine.ops.op import AnyOp, moved_bytes
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.peer_exchange import PeerGathers, PeerSums
+from experts.data_sheets import Hardware
 
 TRAFFIC_MARK = "ranks: "
 """Begins the name of a stage in which ranks exchange data."""

@@ -14,20 +14,20 @@ from functools import partial
 from prometheus_client import CollectorRegistry
 
 from decode.draft_blocks import DraftSteps
+from decode.draft_budget import DraftBudget
 from decode.fences import Fences
 from decode.live import WriterOrder
 from decode.loop import StepRunner
 from decode.metrics import DecodeMetrics
 from decode.offload import HostBlockStore, HostStore
+from decode.open_budget import open_budget
 from decode.rank import DecodeRank
 from decode.reservations import RankLimits
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk
 from engine.boot.captured import try_to_capture
 from engine.boot.moves import OpenMoves
-from engine.boot.open_budget import open_budget
 from engine.boot.rank import BootedRank
-from engine.draft_budget import DraftBudget
 from engine.experts.counted import CountedExperts
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.memory.block_pool import BlockPool

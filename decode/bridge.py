@@ -16,7 +16,7 @@ from typing import TypeVar
 from decode.loop import EngineLoop
 from decode.rank import DecodeRank
 from decode.requests import Claim, ClaimUpdate, DecodeRequest, RejectedUpdate, TicketUpdate, Writer
-from engine.constraint.constraints import AnyMatcher
+from grammar.constraints import AnyMatcher
 from kv_transfer.receiver import Arrival
 from runtime.errors import DrainingError, TandemError
 from runtime.logging import get_logger

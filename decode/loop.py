@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from decode.draft_budget import DraftBudget, DraftedStep
 from decode.frames import Delta
 from decode.metrics import DecodeMetrics
 from decode.rank import DecodeRank
 from decode.scheduler import StepPlan
-from engine.draft_budget import DraftBudget, DraftedStep
 from engine.parallel.wait_recorder import WaitRecorder
 from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest

@@ -21,10 +21,10 @@ from decode.requests import Claim, DecodeRequest
 from decode.reservations import RankLimits, Reservations
 from decode.scheduler import DecodeScheduler, StepPlan
 from decode.tickets import TicketDesk
-from engine.constraint.constraints import AnyMatcher
 from engine.memory.block_pool import BlockPool
 from engine.sampling.inputs import SampledToken
 from engine.step_error import StepError
+from grammar.constraints import AnyMatcher
 from runtime.errors import (
     InternalError,
     OutOfBlocksError,

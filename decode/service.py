@@ -23,7 +23,7 @@ from decode.outboxes import Outboxes
 from decode.places import Places
 from decode.requests import DecodeRequest, TicketUpdate, writer_key
 from decode.validation import RankFacts, Validation
-from engine.constraint.constraints import AnyMatcher, Constraints
+from grammar.constraints import AnyMatcher, Constraints
 from runtime.errors import DrainingError, RequestCancelledError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2

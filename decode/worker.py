@@ -29,8 +29,8 @@ from decode.service import DecodeService
 from decode.spans import record_request
 from decode.validation import RankFacts
 from engine.boot.rank import use_device
-from engine.constraint.constraints import Constraints
 from engine.experts.votes import ExpertTurns, StandingExperts
+from grammar.constraints import Constraints
 from kv_transfer.receiver import Arrival
 from runtime.call_server import CallServer, CarriedMethod
 from runtime.errors import DrainingError, PeerLostError

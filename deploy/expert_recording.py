@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from deploy.errors import ClusterError, WrongArgumentError
 from deploy.plan import Role
 from deploy.pool_watch import PoolMembers
-from engine.experts.trace import ExpertTrace
+from experts.trace import ExpertTrace
 from router.errors import RecordingError
 from router.pool import expert_recording
 from router.pool.expert_recording import Rank, Recorded, Wanted

@@ -14,8 +14,6 @@ from typing import Protocol
 import torch
 
 from engine.attention.kv_spec import KVSpec
-from engine.constraint.constraints import Constraints
-from engine.constraint.guard import WAIT_S
 from engine.memory.kv_pool import KVPool
 from engine.model.spec import CommonConfig
 from engine.pending_step import StepResult
@@ -23,6 +21,8 @@ from engine.request import Request, ScheduledRequest, num_blocks_for
 from engine.runner import CausalModel, ModelRunner
 from engine.sampling.inputs import validate_request
 from engine.sampling.sampler import Sampler
+from grammar.constraints import Constraints
+from grammar.guard import WAIT_S
 from runtime.sampling import FinishReason, PositionLogprobs, SamplingParams
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.batch import UnreadTokens
-from engine.constraint.guard import settle
-from engine.constraint.step_masks import ReadTokens, take_sampled
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies
 from engine.request import Request, ScheduledRequest
@@ -25,7 +23,9 @@ from engine.sampling.accepted import PendingAccepted
 from engine.sampling.inputs import SampledToken
 from engine.sampling.logprobs import PendingLogprobs
 from engine.sampling.sampler import PendingSample
+from engine.sampling.step_masks import ReadTokens, take_sampled
 from engine.step_error import may_fail
+from grammar.guard import settle
 from runtime.sampling import PositionLogprobs
 
 

@@ -8,7 +8,7 @@ reads. Invariant: the KV of tokens [0, num_computed_tokens) is valid in the bloc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.constraint.constraints import AnyMatcher
+from grammar.constraints import AnyMatcher
 from runtime.block_hash import hash_block, root_hash
 from runtime.errors import InternalError, TandemError
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from engine.batch import ForwardBatch, StepBounds, build_forward_batch, sampled_rows
-from engine.constraint.step_masks import mask_of_step
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies, upload
 from engine.memory.kv_pool import KVPool
@@ -28,6 +27,7 @@ from engine.request import ScheduledRequest
 from engine.sampling.inputs import SamplingInput
 from engine.sampling.logprobs import PendingLogprobs, launch_prompt_logprobs
 from engine.sampling.sampler import PendingSample, Sampler
+from engine.sampling.step_masks import mask_of_step
 from engine.step_error import StepError, may_fail
 
 MAX_LOGITS_ROWS = 256

@@ -15,7 +15,7 @@ from engine.experts.counter import Reading
 
 
 class GroupCounter:
-    """See `engine.experts.windows.ReadableCounts`; on rank 0's engine loop."""
+    """See `experts.windows.ReadableCounts`; on rank 0's engine loop."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ from typing import Any
 
 import grpc.aio
 
-from engine.constraint.constraints import Constraints
 from engine.request import Request
+from grammar.constraints import Constraints
 from prefill.live_runs import LiveRun, LiveRuns
 from prefill.messages import AddRequest, CancelRequest, Command, FirstTokenSampled, GiveBack
 from prefill.nonces import NonceMemory, NonceState

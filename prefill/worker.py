@@ -15,10 +15,10 @@ from functools import partial
 import grpc.aio
 
 from engine.boot.rank import use_device
-from engine.constraint.constraints import Constraints
 from engine.experts.counted import CountedExperts
 from engine.experts.votes import ExpertTurns, StandingExperts
 from engine.parallel.lockstep import create_lockstep
+from grammar.constraints import Constraints
 from prefill.assembly import build_rank, build_scheduler
 from prefill.claims import Claims, cancel_of_unknown
 from prefill.closer import TicketCloser

@@ -20,6 +20,8 @@ USERS = {
     "runtime": ("tests/runtime", "tests/router/pool", "tests/deploy"),
     "worker": ("tests/worker", "tests/prefill", "tests/decode"),
     "kv_transfer": ("tests/kv_transfer",),
+    "experts": ("tests/experts", "tests/engine/experts", "tests/worker"),
+    "grammar": ("tests/grammar", "tests/decode", "tests/router/text"),
 }
 SLOW = "not slow and not nightly and not soak and not gpu and not clients"
 

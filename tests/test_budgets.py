@@ -21,6 +21,8 @@ FOLDERS = (
     "worker",
     "engine",
     "kv_transfer",
+    "experts",
+    "grammar",
     "runtime",
     "tools",
     "tests",

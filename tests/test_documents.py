@@ -79,6 +79,8 @@ PACKAGES = (
     "worker",
     "engine",
     "kv_transfer",
+    "experts",
+    "grammar",
     "runtime",
 )
 SECTIONS = tuple(field.name for field in dataclasses.fields(ClusterConfig))

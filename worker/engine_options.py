@@ -11,7 +11,6 @@ from typing import Final, Literal
 
 import torch
 
-from engine.experts.static_start import RecordedLoad, read_recorded_load
 from engine.options import (
     ChunkSteps,
     DispatcherKind,
@@ -23,6 +22,7 @@ from engine.options import (
     TPExchangeKind,
 )
 from engine.parallel.dims import ParallelDims
+from experts.static_start import RecordedLoad, read_recorded_load
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 
 _DTYPES: Final = {

@@ -1,6 +1,6 @@
 """What experts get, from the engine loop to whoever follows it on the event loop.
 
-The windows belong to the engine loop's thread (`engine.experts.windows`), which hands each over as
+The windows belong to the engine loop's thread (`experts.windows`), which hands each over as
 it ends. Beside the metrics, which are of one window in a hundred steps, nothing is read from the
 device while nobody follows.
 """
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from engine.experts.balancedness import Balancedness, balancedness_of, rank_rows
 from engine.experts.counted import CountedExperts
-from engine.experts.noise_floor import Routing, UniformPasses
 from engine.experts.pass_clock import PassClock
-from engine.experts.windows import LoadWindow, LoadWindows, ReadableCounts, TakeWindow
 from engine.operations import do_nothing
+from experts.balancedness import Balancedness, balancedness_of, rank_rows
+from experts.noise_floor import Routing, UniformPasses
+from experts.windows import LoadWindow, LoadWindows, ReadableCounts, TakeWindow
 from runtime.metrics import gauge_of
 
 MAX_BYTES_BEHIND = 256 * 2**20

@@ -14,15 +14,15 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from engine.experts.counted import CountedExperts
-from engine.experts.even_plan import even_rounds
-from engine.experts.gpu_rates import CPU, GpuRates, rates_of_device
 from engine.experts.group_planner import MakePlan, Numbers
-from engine.experts.moves import Round
 from engine.experts.pass_clock import PassClock
-from engine.experts.plan import Terms
-from engine.experts.plan_process import PlanProcess
-from engine.experts.timed_plans import PlanCounts, ServedExperts, TimedPlans
-from engine.experts.windows import LoadWindow
+from experts.even_plan import even_rounds
+from experts.gpu_rates import CPU, GpuRates, rates_of_device
+from experts.moves import Round
+from experts.plan import Terms
+from experts.plan_process import PlanProcess
+from experts.timed_plans import PlanCounts, ServedExperts, TimedPlans
+from experts.windows import LoadWindow
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from runtime.metrics import counter_of, gauge_of
@@ -116,5 +116,5 @@ def _rates(device: torch.device, field: str) -> GpuRates:
     rates = rates_of_device(name)
     if rates is None:
         problem = f"there is no data sheet of {name!r} to model its time by"
-        raise ConfigError(field, "time", problem, '"rows", or add it to engine/data_sheets.py')
+        raise ConfigError(field, "time", problem, '"rows", or add it to experts/data_sheets.py')
     return rates

@@ -9,7 +9,7 @@ import grpc.aio
 import numpy as np
 
 from engine.experts.placements import Table
-from engine.experts.windows import LoadWindow
+from experts.windows import LoadWindow
 from runtime.pb import common_pb2, experts_pb2, experts_pb2_grpc
 from runtime.worker import WorkerOptions
 from worker.expert_load import ExpertLoadFeed

@@ -36,16 +36,16 @@ from bench.engine.step_log import (
     save_log,
 )
 from bench.engine.steps import StepRunner
+from decode.open_budget import open_budget
 from engine.batch import build_forward_batch
-from engine.boot.open_budget import open_budget
 from engine.boot.warm_up import products
-from engine.data_sheets import find_sheet
 from engine.draft_choices import AUTO_DRAFTS
 from engine.graphs.buckets import batch_buckets, bucket_for
 from engine.graphs.capture import Capture
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.operations import do_nothing
 from engine.streams import Streams
+from experts.data_sheets import find_sheet
 from worker.engine_options import engine_options
 
 _NUM_REPLAYS = 30

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.engine.requests import RunningRequests
-from engine.draft_budget import DraftBudget, DraftedStep
+from decode.draft_budget import DraftBudget, DraftedStep
 from engine.graphs.graph_runner import GraphRunner
 from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest

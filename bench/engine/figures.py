@@ -11,7 +11,7 @@ from bench.engine.rates import Bounds, RateBound, describe_rates
 from bench.engine.report import Report
 from bench.engine.shapes import MeasuredModel
 from engine.config import DeepseekV3Config
-from engine.data_sheets import DataSheet
+from experts.data_sheets import DataSheet
 
 
 def prefill_rates(

@@ -34,12 +34,12 @@ import torch
 from bench.engine.machine import describe_machine
 from bench.engine.schemas import STOP, choose_token, draw_schema, widened
 from deploy.model_folder import BUNDLED_MODEL
-from engine.constraint.constraints import Compiler, Constraints
-from engine.constraint.matcher import Matcher, fill_masks, num_mask_words
-from engine.constraint.vocabulary import read_vocabulary
 from engine.host_copy import host_tensor
-from router.text.grammar.compile_process import grammar_of
-from router.text.grammar.schema import canonical
+from grammar.compile_process import grammar_of
+from grammar.constraints import Compiler, Constraints
+from grammar.matcher import Matcher, fill_masks, num_mask_words
+from grammar.schemas.schema import canonical
+from grammar.vocabulary import read_vocabulary
 from runtime.sampling import OutputConstraint, SamplingParams
 
 
@@ -105,7 +105,7 @@ class GrammarHost:
         return choose_token(words, self.vocab_size, self.quote, self.draw)
 
     def _open(self) -> Compiler:
-        from engine.constraint.grammars import Grammars  # late: it brings xgrammar
+        from grammar.grammars import Grammars  # late: it brings xgrammar
 
         vocabulary = widened(read_vocabulary(Path(BUNDLED_MODEL), self.vocab_size), self.draw)
         self.quote = vocabulary.pieces.index('"')

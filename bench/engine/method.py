@@ -22,9 +22,9 @@ from bench.engine.steps import (
     measure_steps,
 )
 from bench.engine.timing import Measurement, StepTimes
-from engine.data_sheets import describe_sheet
 from engine.parallel.lockstep import Rider
 from engine.request import ScheduledRequest
+from experts.data_sheets import describe_sheet
 from runtime.config import PrefillSection
 from worker.step_driver import steps_ahead
 

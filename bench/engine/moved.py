@@ -19,11 +19,11 @@ from bench.engine.options import Setup
 from bench.engine.report import Report, Tail
 from bench.engine.session import Session
 from bench.engine.timing import Measurement
-from engine.experts.balancedness import balancedness_of, rank_rows
 from engine.experts.counted import CountedExperts
-from engine.experts.noise_floor import Routing, noise_floor
 from engine.experts.rebalancer import Stage
-from engine.experts.trace import ExpertTrace
+from experts.balancedness import balancedness_of, rank_rows
+from experts.noise_floor import Routing, noise_floor
+from experts.trace import ExpertTrace
 
 SLOW: Final = 1.02
 """Times the median: steps beyond it are counted."""

@@ -20,7 +20,7 @@ from bench.engine.session import Session
 from engine.experts.counted import CountedExperts
 from engine.experts.rebalancer import Rebalancer, Stage
 from engine.experts.votes import ExpertTurns, StandingExperts, Verdict, Word
-from engine.experts.windows import LoadWindow
+from experts.windows import LoadWindow
 from kv_transfer.settings import with_resolved_transport
 from runtime.net import Credentials, Listen
 from runtime.worker import WorkerOptions

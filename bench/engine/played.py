@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.experts.balancedness import slot_rows
+from experts.balancedness import slot_rows
 from runtime.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]

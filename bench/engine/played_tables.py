@@ -24,12 +24,12 @@ from bench.engine.routing import LayerTables, num_draws, skewed_experts
 from bench.experts.skew import log_likelihoods
 from engine.boot.experts import moe_layers
 from engine.config import DeepseekV3Config
-from engine.experts.balance import balance_layers
-from engine.experts.balancedness import even_placement
 from engine.experts.placement import ExpertPlacement
-from engine.experts.plan import plan_placement
-from engine.experts.time_model import TimeModel
-from engine.experts.trace import ExpertTrace
+from experts.balance import balance_layers
+from experts.balancedness import even_placement
+from experts.plan import plan_placement
+from experts.time_model import TimeModel
+from experts.trace import ExpertTrace
 from runtime.errors import ConfigError
 
 SAMPLED_TOKENS = 131_072

@@ -27,13 +27,13 @@ from bench.engine.session import Session, close_session, open_session
 from bench.engine.stages import BatchProfile, experts_ms
 from engine.batch import build_forward_batch
 from engine.boot.warm_up import attention_products, products
-from engine.data_sheets import find_sheet
 from engine.graphs.buckets import bucket_for
 from engine.graphs.chunk_graphs import capture_chunks, chunk_sizes, why_no_chunks
 from engine.operations import do_nothing
 from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
 from engine.runner import ModelRunner
+from experts.data_sheets import find_sheet
 from prefill.assembly import plan_shape_of
 from prefill.follower import make_batch
 from prefill.rank_link import FollowerLink, LeaderLink

@@ -36,11 +36,9 @@ from engine.boot.rank import choose_max_model_len
 from engine.boot.waits import open_wait_recorder
 from engine.boot.warm_up import Product, warm_up
 from engine.config import DeepseekV3Config
-from engine.data_sheets import find_sheet
 from engine.execution import Execution
 from engine.experts.counted import CountedExperts
 from engine.experts.placements import ExpertPlacements, Table
-from engine.experts.static_start import RecordedLoad
 from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
@@ -55,6 +53,8 @@ from engine.parallel.groups import (
 )
 from engine.parallel.wait_recorder import WaitRecorder
 from engine.streams import Streams
+from experts.data_sheets import find_sheet
+from experts.static_start import RecordedLoad
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
 from worker.engine_options import engine_options, parallel_dims, recorded_load

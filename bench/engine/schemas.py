@@ -19,9 +19,9 @@ from typing import Any, Final
 import numpy as np
 
 from deploy.model_folder import BUNDLED_MODEL
-from engine.constraint.constraints import Compiler, Constraints
-from engine.constraint.matcher import Matcher, num_mask_words
-from engine.constraint.vocabulary import Vocabulary, read_vocabulary
+from grammar.constraints import Compiler, Constraints
+from grammar.matcher import Matcher, num_mask_words
+from grammar.vocabulary import Vocabulary, read_vocabulary
 from runtime.sampling import OutputConstraint, SamplingParams
 from runtime.tokenizer_file import has_tokenizer
 
@@ -92,7 +92,7 @@ class SchemaOutputs:
         self._quote = vocabulary.pieces.index('"')
 
         def open_compiler(folder: Path, vocab_size: int) -> Compiler:
-            from engine.constraint.grammars import Grammars  # late: it brings xgrammar
+            from grammar.grammars import Grammars  # late: it brings xgrammar
 
             return Grammars(vocabulary)
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.experts.skew import skewed_windows
-from engine.experts.balance import balance_layers
-from engine.experts.balancedness import even_placement
-from engine.experts.moves import order_moves
-from engine.experts.plan import plan_placement
-from engine.experts.rearrange import rearrange
-from engine.experts.simulation import Cluster, Objective, simulate
-from engine.experts.time_model import TimeModel
+from experts.balance import balance_layers
+from experts.balancedness import even_placement
+from experts.moves import order_moves
+from experts.plan import plan_placement
+from experts.rearrange import rearrange
+from experts.simulation import Cluster, Objective, simulate
+from experts.time_model import TimeModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from engine.experts.trace import ExpertTrace
+from experts.trace import ExpertTrace
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -30,8 +30,8 @@ from engine.attention.paged_mla.attention import PagedMLA
 from engine.attention.paged_mla.tiles import PagedTile, PoolShape, candidates
 from engine.attention.paged_queries import PagedQueries, QueryCounts
 from engine.attention.paged_reference import paged_attention
-from engine.data_sheets import find_sheet
 from engine.formats.triton_gemm.limits import DeviceLimits
+from experts.data_sheets import find_sheet
 
 DEVICE = torch.device("cuda")
 RANK, LATENT, BLOCK_SIZE, SCALE, NUM_LAYERS = 512, 576, 64, 0.1352338, 4

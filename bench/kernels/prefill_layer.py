@@ -24,7 +24,6 @@ from bench.stage_timer import StageTimer, TimerMode, attention_operations
 from engine.attention.kernels import VarlenLengths
 from engine.batch import ForwardBatch, pack_forward_batch
 from engine.boot.build import build_kv_pool
-from engine.data_sheets import find_sheet
 from engine.execution import Execution
 from engine.formats.expert_rows import AlignedRows
 from engine.formats.stored_weight import StoredWeight
@@ -39,6 +38,7 @@ from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.pending import Pending, Ready
 from engine.weights.dummy import fill_with_dummy_weights
 from engine.weights.fp8 import quantize_block
+from experts.data_sheets import find_sheet
 
 PROMPTS = 4
 PROMPT_LEN = 4096

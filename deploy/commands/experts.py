@@ -21,7 +21,7 @@ from deploy.commands.experts_simulate import add_simulate
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
-    from engine.experts.trace import ExpertTrace
+    from experts.trace import ExpertTrace
 
 _NUM_HOTTEST = 8
 
@@ -75,8 +75,8 @@ def _add_trace_arguments(parser: argparse.ArgumentParser, *, is_optional: bool =
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Print how even the trace is."""
-    from engine.experts.summary import describe_trace, summarise
-    from engine.experts.trace import load_trace
+    from experts.summary import describe_trace, summarise
+    from experts.trace import load_trace
 
     trace = load_trace(arguments.trace) if arguments.trace else record_live(arguments)
     ranks = trace.num_ranks if arguments.ranks is None else arguments.ranks

@@ -25,7 +25,7 @@ from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
-    from engine.experts.trace import ExpertTrace
+    from experts.trace import ExpertTrace
     from router.pool.expert_recording import Recorded, Wanted
 
 SECONDS = 60.0
@@ -125,7 +125,7 @@ def run_record(arguments: argparse.Namespace) -> int:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write the sums."""
-    from engine.experts.trace import load_trace
+    from experts.trace import load_trace
 
     text = json.dumps(describe_sums(load_trace(arguments.trace)))
     if arguments.out is None:

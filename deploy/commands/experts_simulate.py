@@ -16,8 +16,8 @@ from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
-    from engine.experts.gpu_rates import GpuRates
-    from engine.experts.simulation import Outcome
+    from experts.gpu_rates import GpuRates
+    from experts.simulation import Outcome
 
 _DEFAULT_GPU = "NVIDIA H200"
 _WIDTH = 150
@@ -88,11 +88,11 @@ tandem experts simulate prefill.npz --ranks 8 --redundant 32 --role prefill --ot
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Print what the trace would do on the cluster."""
     from deploy.commands.experts import print_trace
-    from engine.experts.plan import Terms
-    from engine.experts.simulation import Cluster, simulate
-    from engine.experts.summary import describe_trace
-    from engine.experts.time_model import TimeModel
-    from engine.experts.trace import load_trace
+    from experts.plan import Terms
+    from experts.simulation import Cluster, simulate
+    from experts.summary import describe_trace
+    from experts.time_model import TimeModel
+    from experts.trace import load_trace
 
     trace = load_trace(arguments.trace)
     if arguments.role not in (None, trace.role):
@@ -152,7 +152,7 @@ def numbers_of(text: str, num_experts: int, num_ranks: int) -> tuple[int, ...]:
     Raises:
         ConfigError: it says something else, or no number of the range can be shared.
     """
-    from engine.experts.simulation import shared_numbers
+    from experts.simulation import shared_numbers
 
     if num_ranks < 1:
         raise ConfigError("--ranks", num_ranks, "no ranks", "1 or more")
@@ -178,8 +178,8 @@ def rates_of(gpu: str) -> GpuRates:
     Raises:
         ConfigError: there is no data sheet of that name.
     """
-    from engine.data_sheets import SHEETS
-    from engine.experts.gpu_rates import rates_of_device
+    from experts.data_sheets import SHEETS
+    from experts.gpu_rates import rates_of_device
 
     rates = rates_of_device(gpu)
     if rates is None:

@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.experts.balance import balance_experts
 from engine.experts.counted import CountedExperts
 from engine.experts.counter import ExpertCounter
 from engine.experts.placements import ExpertPlacements, check_table
-from engine.experts.static_start import RecordedLoad
 from engine.layers.moe import MoE
 from engine.model.spec import CommonConfig, ServedModel, num_expert_slots, num_experts
 from engine.options import ChunkSteps, DispatcherKind, EngineOptions
 from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts, choose_dispatcher
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup
+from experts.balance import balance_experts
+from experts.static_start import RecordedLoad
 from runtime.errors import ConfigError
 
 _LAYER = re.compile(r"\blayers\.(\d+)\b")

@@ -28,7 +28,6 @@ from engine.boot.waits import open_wait_recorder
 from engine.boot.warm_up import attention_products, chosen_rows, products, warm_up
 from engine.experts.counted import CountedExperts
 from engine.experts.placements import ExpertPlacements
-from engine.experts.static_start import RecordedLoad
 from engine.kernels.create import create_kernels
 from engine.memory.kv_budget import MemorySums
 from engine.memory.kv_pool import KVPool
@@ -41,6 +40,7 @@ from engine.parallel.wait_recorder import WaitRecorder
 from engine.runner import ModelRunner
 from engine.streams import Streams
 from engine.weights.progress import Unit, progress_bar
+from experts.static_start import RecordedLoad
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 

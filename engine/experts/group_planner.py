@@ -15,12 +15,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from engine.experts.moves import Round
 from engine.experts.placements import ExpertPlacements
 from engine.experts.side_thread import SideThread, gather_bytes
-from engine.experts.told_rounds import ToldRounds
-from engine.experts.windows import LoadWindow
 from engine.parallel.groups import RankGroup
+from experts.moves import Round
+from experts.told_rounds import ToldRounds
+from experts.windows import LoadWindow
 from runtime.errors import InternalError
 from runtime.logging import fields, get_logger
 

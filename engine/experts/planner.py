@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.experts.moves import Round
+from experts.moves import Round
 
 
 class Planner(Protocol):

@@ -31,12 +31,12 @@ from typing import Final
 
 from engine.experts.carrier import Carrier
 from engine.experts.host_experts import HostExperts
-from engine.experts.moves import Round
 from engine.experts.placements import ExpertPlacements
 from engine.experts.planner import Planner
 from engine.experts.round_part import RoundPart
 from engine.experts.staging import Staging
 from engine.experts.votes import Verdict, Vote, Word
+from experts.moves import Round
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
 

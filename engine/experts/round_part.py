@@ -13,8 +13,8 @@ from typing import Final
 
 from engine.experts.carrier import Carrier
 from engine.experts.host_experts import HostExperts
-from engine.experts.moves import Move, Round
 from engine.experts.staging import Canary, Staging
+from experts.moves import Move, Round
 from runtime.errors import TransferFailedError
 from runtime.logging import fields
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.constraint.step_masks import StepDrafts
 from engine.graphs.inputs import KEPT_DRAFTS, DecodeInputs, IntColumn
 from engine.host_copy import HostCopies, upload
 from engine.request import ScheduledRequest
+from engine.sampling.step_masks import StepDrafts
 from engine.sampling.token_mask import NO_DRAFT
 
 

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBounds
-from engine.constraint.step_masks import StepDrafts, mask_of_step
 from engine.device_span import DeviceSpan
 from engine.draft_choices import DraftChoices
 from engine.graphs.buckets import batch_buckets, bucket_for
@@ -44,6 +43,7 @@ from engine.pending_step import PendingStep, reader_of
 from engine.request import ScheduledRequest, num_blocks_for
 from engine.runner import CausalModel
 from engine.sampling.graph_sampler import GraphSampler, SamplingStage
+from engine.sampling.step_masks import StepDrafts, mask_of_step
 from engine.step_error import StepError, may_fail
 from engine.streams import Streams
 

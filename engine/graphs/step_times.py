@@ -3,16 +3,16 @@
 The rows are invented and real: other tokens in each, so that they go to experts as a router sends
 them, behind a context of some length. All of it is in the dummy block, so nothing is left behind.
 What a context of another length costs, and sampling of every kind, the steps themselves tell later
-(`engine.draft_costs`).
+(`decode.draft_costs`).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 
 import numpy as np
 import torch
 
-from engine.draft_costs import typical
 from engine.graphs.inputs import KEPT_DRAFTS, DecodeInputs, IntColumn, padding_columns
 from engine.graphs.step_graphs import StepGraphs
 from engine.request import num_blocks_for
@@ -90,3 +90,8 @@ def _invent_drafts(graphs: StepGraphs, vocab_size: int) -> None:
     """Give every slot drafts; those of padding, which the step reads, among them."""
     if graphs.kept_drafts is not None:
         graphs.kept_drafts.random_(vocab_size)
+
+
+def typical(samples: Sequence[float]) -> float:
+    """Return the seconds of a step that was run a few times: the first one warms up."""
+    return median(samples[1:] or samples)

@@ -23,7 +23,7 @@ from runtime.errors import ConfigError
 from runtime.roles import Role as Callee
 
 if TYPE_CHECKING:
-    from engine.experts.trace import ExpertTrace
+    from experts.trace import ExpertTrace
     from router.pool.expert_recording import ExpertRecording, Rank
 
 MAX_PASSES: Final = 2048
@@ -128,7 +128,7 @@ class ExpertRecordings:
 
 
 def _describe(recording: ExpertRecording) -> bytes:
-    from engine.experts.summary import check_not_empty, describe_trace, rank_load, summarise
+    from experts.summary import check_not_empty, describe_trace, rank_load, summarise
 
     trace = recording.trace
     try:

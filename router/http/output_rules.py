@@ -13,15 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from router.errors import RequestError
-from router.http.conversation import most_calls, offered_tools
-from router.http.output_forms import form_of
-from router.http.schema import ChatRequest, GenerationRequest
-from router.http.schema_forms import refused
-from router.model import ServedModel
-from router.text.calls.forms import CallShape, ToolForm, written_by_key
-from router.text.grammar.compilers import Compilers
-from router.text.grammar.forms import (
+from grammar.compilers import Compilers
+from grammar.schemas.forms import (
     Form,
     MarkForms,
     anything,
@@ -30,8 +23,15 @@ from router.text.grammar.forms import (
     one_of,
     with_reasoning,
 )
-from router.text.grammar.schema import Canonical, canonical, objects_of
-from router.text.grammar.schema_errors import SchemaError
+from grammar.schemas.schema import Canonical, canonical, objects_of
+from grammar.schemas.schema_errors import SchemaError
+from router.errors import RequestError
+from router.http.conversation import most_calls, offered_tools
+from router.http.output_forms import form_of
+from router.http.schema import ChatRequest, GenerationRequest
+from router.http.schema_forms import refused
+from router.model import ServedModel
+from router.text.calls.forms import CallShape, ToolForm, written_by_key
 from router.text.lanes import Payer
 from router.text.reasoning import Start
 from runtime.budget import Budget

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.experts.trace import ExpertTrace
+from experts.trace import ExpertTrace
 from router.errors import RecordingError
 from runtime.net import Credentials
 from runtime.roles import Role

@@ -16,7 +16,7 @@ from bench.bounds import (
     prefill_bound,
 )
 from bench.shapes import DEEPSEEK_V3, TINY, with_layers
-from engine.data_sheets import H200, H200_REACHED
+from experts.data_sheets import H200, H200_REACHED
 
 V3 = DEEPSEEK_V3
 

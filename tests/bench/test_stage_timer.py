@@ -15,7 +15,6 @@ from bench.stage_timer import (
 )
 from engine.attention.kernels import VarlenLengths
 from engine.attention.paged_queries import PagedQueries, QueryCounts
-from engine.data_sheets import H200
 from engine.formats.stored_weight import StoredWeight
 from engine.kernels.portable import portable_kernels
 from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
@@ -23,6 +22,7 @@ from engine.ops.norm import RMS_NORM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.weights.fp8 import quantize_block
+from experts.data_sheets import H200
 from tests.engine.formats.fp8 import fp8_of, quantize
 
 

@@ -15,13 +15,13 @@ from random import Random
 
 from prometheus_client import CollectorRegistry
 
+from decode.draft_budget import DraftBudget
+from decode.draft_costs import imagined_costs
 from decode.frames import Delta
 from decode.loop import DecodeSteps, EngineLoop
 from decode.metrics import DecodeMetrics
 from decode.requests import DecodeRequest, TicketUpdate
-from engine.draft_budget import DraftBudget
 from engine.draft_choices import DraftChoices
-from engine.draft_costs import imagined_costs
 from engine.draft_room import most_kv_tokens
 from engine.parallel.lockstep import Lockstep, SoloLockstep
 from engine.pending_step import StepResult

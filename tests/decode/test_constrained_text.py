@@ -19,7 +19,6 @@ from decode.frames import Delta
 from decode.requests import DecodeRequest
 from decode.scheduler import StepPlan
 from engine.boot.build import build_model
-from engine.constraint.constraints import AnyMatcher, Constraints
 from engine.generate import GenerateOutput, generate
 from engine.graphs.graph_runner import GraphRunner, capture_steps
 from engine.memory.kv_pool import KVPool
@@ -28,11 +27,12 @@ from engine.pending_step import PendingStep
 from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from grammar.constraints import AnyMatcher, Constraints
 from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason, OutputConstraint, SamplingParams
 from tests.decode.helpers import BLOCK_SIZE
 from tests.decode.test_rank import Bench
-from tests.engine.constraint.schemas import EOS, MODEL_DIR, VOCAB, grammar_of
+from tests.grammar.schemas import EOS, MODEL_DIR, VOCAB, grammar_of
 
 pytestmark = pytest.mark.slow
 

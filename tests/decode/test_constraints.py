@@ -7,14 +7,14 @@ from concurrent.futures import Future
 import pytest
 
 from decode.requests import DecodeRequest
-from engine.constraint.matcher import Matcher
+from grammar.matcher import Matcher
 from runtime.errors import InvalidRequestError
 from runtime.lifecycle import DecodeStatus
 from runtime.pb import common_pb2
 from runtime.sampling import FinishReason, OutputConstraint, SamplingParams
 from tests.decode.cluster import run_cluster
 from tests.decode.test_rank import Bench
-from tests.engine.constraint.fakes import VOCAB, ListedGrammar
+from tests.grammar.fakes import VOCAB, ListedGrammar
 
 CONSTRAINT = OutputConstraint(grammar="listed")
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from engine.constraint import guard, step_masks
-from engine.constraint.constraints import Constraints
 from engine.generate import GenerateOutput, generate
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.request import ScheduledRequest
+from engine.sampling import step_masks
+from grammar import guard
+from grammar.constraints import Constraints
 from runtime.errors import ErrorCode
 from runtime.sampling import FinishReason, OutputConstraint, SamplingParams
 from tests.decode.test_constrained_text import (
@@ -22,7 +23,7 @@ from tests.decode.test_constrained_text import (
     model,
     whole,
 )
-from tests.engine.constraint.schemas import serialized
+from tests.grammar.schemas import serialized
 
 __all__ = ["constraints", "model", "whole"]
 

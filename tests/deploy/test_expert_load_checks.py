@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deploy.checks import check_config
-from engine.experts.trace import ExpertTrace
 from engine.model.registry import read_config
+from experts.trace import ExpertTrace
 from runtime.config import ClusterConfig, PrefillSection
 from runtime.config_file import load_config
 from runtime.errors import ConfigError

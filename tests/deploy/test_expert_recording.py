@@ -13,7 +13,7 @@ from deploy.errors import ClusterError, WrongArgumentError
 from deploy.expert_recording import instances_to_record, record
 from deploy.plan import Role
 from deploy.pool_watch import PoolMember
-from engine.experts.trace import ExpertTrace
+from experts.trace import ExpertTrace
 from router.pool.expert_recording import Rank, Recorded, Wanted, passes_of_a_window
 from runtime.roles import Role as Callee
 from tests.engine.tiny import TINY

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deploy.cli import main
-from engine.experts.trace import ExpertTrace
+from experts.trace import ExpertTrace
 
 
 @pytest.fixture

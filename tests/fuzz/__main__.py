@@ -18,7 +18,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-PACKAGES = ("bench", "decode", "deploy", "engine", "kv_transfer", "prefill", "router", "runtime")
+PACKAGES = (
+    "bench",
+    "decode",
+    "deploy",
+    "engine",
+    "experts",
+    "grammar",
+    "kv_transfer",
+    "prefill",
+    "router",
+    "runtime",
+)
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 4096
 """Of an input."""

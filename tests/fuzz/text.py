@@ -6,6 +6,12 @@ from functools import partial
 
 import orjson
 
+from grammar.schemas.documents import document_rules
+from grammar.schemas.ebnf import Rules
+from grammar.schemas.forms import is_guarded, json_of_canonical
+from grammar.schemas.pattern import Pattern, check_pattern
+from grammar.schemas.schema import canonical
+from grammar.schemas.schema_errors import SchemaError, spelled
 from router.errors import RequestError
 from router.text.calls.deepseek import (
     CALL_BEGIN,
@@ -17,12 +23,6 @@ from router.text.calls.deepseek import (
 from router.text.calls.dsml import DSML_MARKS, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END
 from router.text.calls.formats import CALL_FORMATS
 from router.text.calls.kimi import KIMI_MARKS
-from router.text.grammar.documents import document_rules
-from router.text.grammar.ebnf import Rules
-from router.text.grammar.forms import is_guarded, json_of_canonical
-from router.text.grammar.pattern import Pattern, check_pattern
-from router.text.grammar.schema import canonical
-from router.text.grammar.schema_errors import SchemaError, spelled
 from router.text.reasoning import Start
 from router.text.stops import StopStrings
 from router.text.template import ChatTemplate

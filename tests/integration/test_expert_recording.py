@@ -20,8 +20,8 @@ from deploy.plan import Role
 from deploy.pool_watch import PoolMembers, fetch_members
 from engine.boot.build import build_model
 from engine.boot.experts import count_experts
-from engine.experts.trace import ExpertTrace
 from engine.generate import generate
+from experts.trace import ExpertTrace
 from router.pool.expert_recording import Recorded, Wanted
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
 from runtime.sampling import SamplingParams

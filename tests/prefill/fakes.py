@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.constraint.step_masks import take_sampled
 from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
 from engine.sampling.inputs import SampledToken
+from engine.sampling.step_masks import take_sampled
 from engine.step_error import StepError
 from kv_transfer.metadata import MetadataRecord
 from kv_transfer.ticket import PeerEndpoint, SendTicket

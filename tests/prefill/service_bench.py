@@ -11,8 +11,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from engine.constraint.constraints import Constraints
 from engine.memory.block_pool import BlockPool
+from grammar.constraints import Constraints
 from prefill.claims import Claims, cancel_of_unknown
 from prefill.closer import TicketCloser
 from prefill.kv_push import PushSettings
@@ -29,7 +29,7 @@ from prefill.service import PrefillService
 from prefill.validation import RunLimits
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
 from runtime.rpc import bind_port, create_server, open_channel
-from tests.engine.constraint.fakes import FakeCompiler
+from tests.grammar.fakes import FakeCompiler
 from tests.prefill.fake_decode import (
     CREDENTIALS,
     LAYOUT,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runtime.pb import common_pb2, prefill_pb2
-from tests.engine.constraint.fakes import FakeCompiler
+from tests.grammar.fakes import FakeCompiler
 from tests.prefill.fakes import FIRST_TOKEN
 from tests.prefill.service_bench import SAMPLING, ServiceBench, code_of, message_of, service_bench
 from tests.waiting import until

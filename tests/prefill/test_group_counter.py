@@ -10,7 +10,7 @@ import torch
 
 from engine.experts.counted import CountedExperts
 from engine.experts.counter import ExpertCounter, Reading
-from engine.experts.windows import LoadWindow, LoadWindows
+from experts.windows import LoadWindow, LoadWindows
 from prefill.follower import Follower
 from prefill.group_counter import GroupCounter
 from prefill.kv_push import PushSettings

@@ -192,7 +192,7 @@ def test_ranks_are_read_back() -> None:
 
 
 def test_grammars_read_what_was_made(tmp_path: Path) -> None:
-    from engine.constraint.vocabulary import PieceEncoding, read_vocabulary
+    from grammar.vocabulary import PieceEncoding, read_vocabulary
 
     vocabulary = read_vocabulary(write_ranks(tmp_path / "model"), len(TOKENS) + NUM_SPECIAL)
     assert vocabulary.encoding is PieceEncoding.BYTE_LEVEL

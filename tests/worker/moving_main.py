@@ -24,14 +24,12 @@ from engine.boot.build import build_kv_pool, build_model
 from engine.boot.experts import count_experts
 from engine.boot.moves import OpenMoves, open_moves
 from engine.config import DeepseekV3Config
-from engine.experts.even_plan import even_rounds
 from engine.experts.group_planner import GroupPlanner
 from engine.experts.placements import ExpertPlacements
 from engine.experts.planner import Planner
 from engine.experts.rebalancer import RebalanceOptions, Rebalancer
 from engine.experts.side_thread import SideThread
 from engine.experts.votes import ExpertTurns, StandingExperts
-from engine.experts.windows import LoadWindows
 from engine.layers.moe import MoE
 from engine.options import EngineOptions, KVOptions, TokenSteps
 from engine.parallel.dims import ParallelDims
@@ -41,6 +39,8 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.streams import Streams
+from experts.even_plan import even_rounds
+from experts.windows import LoadWindows
 from kv_transfer.transport import peer_name
 from kv_transfer.transports import TransportOptions, create_transport
 from runtime.errors import PeerLostError

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.experts.counted import CountedExperts
 from engine.experts.pass_clock import PassClock
-from engine.experts.windows import LoadWindow
+from experts.windows import LoadWindow
 from runtime.config import DecodeSection
 from runtime.errors import ConfigError
 from tests.worker.counted_rank import make_experts

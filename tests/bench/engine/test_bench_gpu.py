@@ -13,8 +13,8 @@ from bench.engine.routing import RoutingTables, draw_uniform
 from bench.engine.timing import StepClock
 from bench.shapes import DEEPSEEK_V3, expert_shard
 from deploy.cli import main
-from engine.data_sheets import find_sheet
 from engine.device_span import DeviceSpan
+from experts.data_sheets import find_sheet
 from tests.bench.engine.test_routing import assert_obeys, off_by
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench.engine.drafted import lose_drafts
-from engine.draft_survival import DraftSurvival
+from decode.draft_survival import DraftSurvival
 from engine.request import Request
 from engine.sampling.token_mask import NO_DRAFT
 from runtime.sampling import SamplingParams

@@ -6,7 +6,7 @@ from bench.engine.figures import decode_rates, describe_layers, prefill_rates
 from bench.engine.options import Axis, DecodeOptions, PrefillOptions, Routing, Setup
 from bench.engine.report import Report
 from bench.engine.shapes import choose_model
-from engine.data_sheets import find_sheet
+from experts.data_sheets import find_sheet
 
 SHEET = find_sheet("NVIDIA H200")
 

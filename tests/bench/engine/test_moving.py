@@ -13,7 +13,7 @@ from deploy.cli import main
 from engine.experts.counter import ExpertCounter
 from engine.experts.placements import ExpertPlacements
 from engine.experts.rebalancer import Stage
-from engine.experts.windows import LoadWindow
+from experts.windows import LoadWindow
 
 pytestmark = pytest.mark.nightly
 

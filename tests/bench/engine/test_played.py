@@ -32,8 +32,8 @@ from bench.engine.plays import Plays
 from bench.engine.shapes import choose_model
 from bench.experts.skew import log_likelihoods
 from bench.shapes import TINY
-from engine.experts.balance import balance_experts
-from engine.experts.balancedness import even_placement
+from experts.balance import balance_experts
+from experts.balancedness import even_placement
 from runtime.errors import ConfigError
 
 pytestmark = pytest.mark.nightly

@@ -16,10 +16,10 @@ from bench.engine.requests import (
     draw_contexts,
 )
 from bench.engine.schemas import SchemaOutputs
-from engine.constraint.matcher import num_mask_words
 from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
 from engine.sampling.inputs import SampledToken
+from grammar.matcher import num_mask_words
 
 BLOCK = 8
 VOCAB = 512

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from bench.experts.skew import skewed_windows
-from engine.experts.simulation import Cluster, simulate
-from engine.experts.time_model import TimeModel
+from experts.simulation import Cluster, simulate
+from experts.time_model import TimeModel
 
 pytestmark = pytest.mark.nightly
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from engine.experts.carrier import Carrier
 from engine.experts.expert_tensors import ExpertTensors, content_bytes
 from engine.experts.host_experts import HostExperts
-from engine.experts.moves import Round, order_moves
 from engine.experts.placement import placement_map
 from engine.experts.placements import ExpertPlacements
 from engine.experts.rebalancer import RebalanceOptions, Rebalancer
@@ -25,6 +24,7 @@ from engine.experts.staging import Staging, box_bytes
 from engine.experts.votes import Verdict, conclude
 from engine.parallel.nvlink.expert_carrier import NvlinkCarrier
 from engine.streams import Streams
+from experts.moves import Round, order_moves
 from runtime.errors import InternalError, TransferFailedError
 
 CPU = torch.device("cpu")

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from engine.experts.even_plan import even_rounds
 from engine.experts.group_planner import GroupPlanner, MakePlan
-from engine.experts.moves import Round
 from engine.experts.placements import ExpertPlacements
 from engine.experts.side_thread import SideThread, gather_bytes
-from engine.experts.windows import LoadWindow
 from engine.parallel.groups import RankGroup
+from experts.even_plan import even_rounds
+from experts.moves import Round
+from experts.windows import LoadWindow
 from runtime.errors import InternalError
 from tests.engine.parallel.test_lockstep import thread_groups
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from engine.boot.build import build_model
-from engine.constraint import guard
-from engine.constraint.constraints import Constraints
-from engine.constraint.matcher import Int32Array, Matcher, num_mask_words
 from engine.model.spec import ServedModel
 from engine.request import Request
+from grammar import guard
+from grammar.constraints import Constraints
+from grammar.matcher import Int32Array, Matcher, num_mask_words
 from runtime.sampling import FinishReason, OutputConstraint, SamplingParams
-from tests.engine.constraint.schemas import EOS, MODEL_DIR, VOCAB, grammar_of, random_schema
 from tests.engine.graphs.drafting import DraftWorker, SelfDrafting, draw_requests
 from tests.engine.graphs.test_drafts import assert_same, model
 from tests.engine.graphs.test_masked_steps import ChainGrammar
+from tests.grammar.schemas import EOS, MODEL_DIR, VOCAB, grammar_of, random_schema
 
 __all__ = ["model"]
 

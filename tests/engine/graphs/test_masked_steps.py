@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.constraint.matcher import Int32Array, Matcher
 from engine.generate import generate
 from engine.graphs.step_graphs import StepGraphs
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.pending_step import PendingStep
 from engine.request import Request
 from engine.sampling.graph_sampler import SamplingStage
+from grammar.matcher import Int32Array, Matcher
 from runtime.errors import InvalidRequestError
 from runtime.sampling import OutputConstraint, SamplingParams
 from tests.engine.graphs.test_step_graphs import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from decode.open_budget import open_budget
 from engine.boot.build import build_kv_pool, build_model
-from engine.boot.open_budget import open_budget
 from engine.draft_choices import DraftChoices
 from engine.graphs.graph_runner import GraphRunner
 from engine.graphs.step_graphs import StepGraphs

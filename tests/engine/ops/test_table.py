@@ -15,11 +15,11 @@ from torch import Tensor
 
 import engine.ops
 from bench.stage_timer import StageTimer, TimerMode
-from engine.data_sheets import H200
 from engine.kernels.portable import portable_kernels
 from engine.ops.norm import ADD_RMS_NORM, RMS_NORM
 from engine.ops.op import AnyOp, Op, Ops, Target, Work, late, moved_bytes
 from engine.ops.table import OPS, resolve_ops
+from experts.data_sheets import H200
 from runtime.errors import InternalError
 from tests.engine.ops.examples import EXAMPLES, Draw
 

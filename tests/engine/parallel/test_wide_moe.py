@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engine.config import DeepseekV3Config
-from engine.experts.balance import balance_experts
 from engine.experts.placement import ExpertPlacement
 from engine.kernels.portable import portable_kernels
 from engine.kernels.reference import quantize_rows
@@ -26,6 +25,7 @@ from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.weights.fp8 import quantize_block
+from experts.balance import balance_experts
 from tests.engine.formats.fp8 import fp8_of
 from tests.engine.parallel.fake_deep_ep import FakeLibraryBuffer
 from tests.engine.parallel.thread_ranks import Meetings, run_ranks, thread_groups

@@ -10,10 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from router.text.calls.dsml import DSML
-from router.text.calls.formats import CALL_FORMATS
-from router.text.calls.forms import ToolForm, written_by_key
-from router.text.grammar.forms import (
+from grammar.schemas.forms import (
     Form,
     MarkForms,
     anything,
@@ -22,11 +19,14 @@ from router.text.grammar.forms import (
     one_of,
     with_reasoning,
 )
-from router.text.grammar.schema import canonical, objects_of
-from router.text.grammar.schema_errors import SchemaError
+from grammar.schemas.schema import canonical, objects_of
+from grammar.schemas.schema_errors import SchemaError
+from router.text.calls.dsml import DSML
+from router.text.calls.formats import CALL_FORMATS
+from router.text.calls.forms import ToolForm, written_by_key
 from router.text.marks import MarkTable
 from router.text.reasoning import Start
-from tests.router.text.grammar.writer import FIRST_MARK, Writer
+from tests.grammar.writer import FIRST_MARK, Writer
 from tests.router.text.outputs import THINK, Message, all_marks, read, reader_of, spelled
 
 FORMATS = sorted(CALL_FORMATS)

@@ -1,1 +1,0 @@
-"""Tests of router/text/grammar."""
