@@ -31,6 +31,8 @@ from runtime.errors import ConfigError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+Table = tuple[tuple[int, ...], ...]
+"""[L, P], the logical expert of each slot of each MoE layer."""
 _HOT_SHARE: Final = 0.3
 """Of what a mean rank carries: slots that carry less can be dealt to even ranks."""
 

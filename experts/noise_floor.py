@@ -21,11 +21,11 @@ from experts.balancedness import (
     even_placement,
     rank_rows,
 )
+from experts.moe_sizes import MoESizes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from engine.config import DeepseekV3Config
 
 _MOST_TOKENS: Final = 2048
 """Of a drawn pass. Deviations of more tokens are normal and grow by the root of their number."""
@@ -50,7 +50,7 @@ class Routing:
     topk_group: int = 1
 
     @classmethod
-    def of(cls, config: DeepseekV3Config) -> Routing:
+    def of(cls, config: MoESizes) -> Routing:
         """Return a model's rule."""
         return cls(
             num_experts=config.n_routed_experts,

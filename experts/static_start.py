@@ -9,17 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experts.balance import balance_layers
+from experts.balance import Table, balance_layers
+from experts.moe_sizes import MoESizes
 from experts.trace import ExpertTrace, load_trace
 from runtime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine.config import DeepseekV3Config
-    from engine.experts.placements import Table
 
 _AGAIN = "a recording of this model and role, by `tandem experts record`"
 
@@ -51,9 +47,7 @@ class RecordedLoad:
             problem = f"was recorded of {self.trace.model_name!r}, and this is {model_name!r}"
             raise ConfigError(self.field, str(self.path), problem, _AGAIN)
 
-    def table(
-        self, config: DeepseekV3Config, *, layers: range, num_slots: int, num_ranks: int
-    ) -> Table:
+    def table(self, config: MoESizes, *, layers: range, num_slots: int, num_ranks: int) -> Table:
         """Return [L, P], the logical expert of each slot of each layer, slots by ranks.
 
         Args:
@@ -77,7 +71,7 @@ class RecordedLoad:
         table_LP = balance_layers(load_LE[None], num_slots=num_slots, num_ranks=num_ranks)
         return tuple(tuple(row) for row in table_LP.tolist())
 
-    def _check_shape(self, config: DeepseekV3Config, num_own: int) -> None:
+    def _check_shape(self, config: MoESizes, num_own: int) -> None:
         trace = self.trace
         for what, recorded, served in (
             ("layers with experts", trace.num_layers - trace.num_draft_layers, num_own),

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from experts.gpu_rates import GpuRates
+from experts.moe_sizes import MoESizes
 from experts.moves import Round
 from experts.plan import Expectation, Terms, plan_placement
 from experts.plan_process import Compute, compute_here
@@ -26,10 +26,6 @@ from experts.told_rounds import ToldRounds
 from experts.trace import ExpertTrace
 from experts.windows import LoadWindow
 from runtime.logging import fields, get_logger
-
-if TYPE_CHECKING:
-    from engine.config import DeepseekV3Config
-    from engine.experts.counted import CountedExperts
 
 logger = get_logger(__name__)
 
@@ -47,26 +43,12 @@ class ServedExperts:
         rates: of a rank's device.
     """
 
-    config: DeepseekV3Config
+    config: MoESizes
     expert_bytes: int
     num_ranks: int
     num_hosts: int
     role: str
     rates: GpuRates
-
-    @classmethod
-    def of(
-        cls, experts: CountedExperts, *, num_hosts: int, role: str, rates: GpuRates
-    ) -> ServedExperts:
-        """Those of a running rank."""
-        return cls(
-            config=experts.config,
-            expert_bytes=experts.expert_bytes,
-            num_ranks=experts.num_ranks,
-            num_hosts=num_hosts,
-            role=role,
-            rates=rates,
-        )
 
     def trace_of(self, window: LoadWindow) -> ExpertTrace:
         """Return a window as a trace of one row."""

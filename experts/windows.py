@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from engine.experts.counter import Counts, Reading
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,6 +42,19 @@ class LoadWindow:
     def num_passes(self) -> int:
         """Passes of the window."""
         return self.end_pass - self.first_pass
+
+
+class Reading(Protocol):
+    """The counts behind some step, perhaps still on their way to the host."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `read` would return at once."""
+        ...
+
+    def read(self) -> Counts:
+        """Wait for the step, and return its counts since the start, [L, E]."""
+        ...
 
 
 class ReadableCounts(Protocol):

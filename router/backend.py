@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from grammar.compilers import Compilers
 from router.errors import RequestError
 from router.model import ModelLimits, ServedModel
 from router.model_metrics import ModelMetrics
@@ -31,6 +30,7 @@ from router.requests.frames import FrameStreams
 from router.requests.pipeline import Pipeline
 from router.routing.policy import PairingPolicy
 from router.routing.prefixes import Prefixes
+from router.text.grammar.compilers import Compilers
 from runtime.config import RouterSection
 from runtime.net import Credentials
 from runtime.tiers import Tiers

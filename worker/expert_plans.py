@@ -93,8 +93,10 @@ def open_expert_plans(
             return process(even_rounds, window, table_LP, num_ranks=num_ranks, min_gain=min_gain)
 
         return ExpertPlans(make=make, counts=None, close=process.close)
-    served = ServedExperts.of(
-        experts,
+    served = ServedExperts(
+        config=experts.config,
+        expert_bytes=experts.expert_bytes,
+        num_ranks=experts.num_ranks,
         num_hosts=equal_hosts(experts.num_ranks, section.ranks_per_host),
         role=role,
         rates=_rates(experts.placements.maps.device, f"{role}.rebalance_objective"),

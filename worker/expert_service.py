@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import grpc.aio
 import numpy as np
 
-from engine.experts.placements import Table
+from experts.balance import Table
 from experts.windows import LoadWindow
 from runtime.pb import common_pb2, experts_pb2, experts_pb2_grpc
 from runtime.worker import WorkerOptions

@@ -38,7 +38,7 @@ from engine.boot.warm_up import Product, warm_up
 from engine.config import DeepseekV3Config
 from engine.execution import Execution
 from engine.experts.counted import CountedExperts
-from engine.experts.placements import ExpertPlacements, Table
+from engine.experts.placements import ExpertPlacements
 from engine.formats.fp8_rows import GROUP
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
@@ -53,6 +53,7 @@ from engine.parallel.groups import (
 )
 from engine.parallel.wait_recorder import WaitRecorder
 from engine.streams import Streams
+from experts.balance import Table
 from experts.data_sheets import find_sheet
 from experts.static_start import RecordedLoad
 from runtime.config import DecodeSection, PrefillSection

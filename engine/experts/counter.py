@@ -17,15 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.host_copy import HostCopies
 from engine.parallel.groups import RankGroup
-
-Counts = npt.NDArray[np.int64]
+from experts.windows import Counts
 
 
 @dataclass(frozen=True, slots=True)

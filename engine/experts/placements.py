@@ -17,10 +17,8 @@ from torch import Tensor
 
 from engine.experts.placement import ExpertPlacement, most_replicas, placement_map
 from engine.host_copy import upload
+from experts.balance import Table
 from runtime.errors import ConfigError
-
-Table = tuple[tuple[int, ...], ...]
-"""[L, P], the logical expert of each slot of each MoE layer."""
 
 
 class ExpertPlacements:

@@ -1,5 +1,5 @@
-"""Rules of JSON schemas, tool calls, patterns and choices.
+"""Rules of JSON schemas and patterns.
 
-``schema`` reads what clients send, ``documents`` makes rules of it (``strings``, ``numbers``,
-``pattern``), and ``forms`` puts the parts of an output together.
+``schema`` reads what clients send, and ``documents`` makes rules of it (``strings``, ``numbers``,
+``pattern``).
 """

@@ -7,11 +7,11 @@ from typing import Any
 
 import orjson
 
-from grammar.schemas.forms import Form, by_rules, matching, one_of, text
 from router.errors import RequestError
 from router.http.schema import GenerationRequest, check_depth
 from router.http.schema_forms import MAX_TEXT_BYTES, form_of_schema
 from router.http.structural_tags import structural_form
+from router.text.grammar.forms import Form, by_rules, matching, one_of, text
 
 MAX_CHOICES = 1000
 _OBJECT = {"type": "object"}

@@ -13,16 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grammar.compilers import Compilers
-from grammar.schemas.forms import (
-    Form,
-    MarkForms,
-    anything,
-    behind_reasoning,
-    is_guarded,
-    one_of,
-    with_reasoning,
-)
 from grammar.schemas.schema import Canonical, canonical, objects_of
 from grammar.schemas.schema_errors import SchemaError
 from router.errors import RequestError
@@ -32,6 +22,16 @@ from router.http.schema import ChatRequest, GenerationRequest
 from router.http.schema_forms import refused
 from router.model import ServedModel
 from router.text.calls.forms import CallShape, ToolForm, written_by_key
+from router.text.grammar.compilers import Compilers
+from router.text.grammar.forms import (
+    Form,
+    MarkForms,
+    anything,
+    behind_reasoning,
+    is_guarded,
+    one_of,
+    with_reasoning,
+)
 from router.text.lanes import Payer
 from router.text.reasoning import Start
 from runtime.budget import Budget

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from grammar.schemas.forms import Form, json_of
 from grammar.schemas.schema_errors import SchemaError, spelled, with_fix
 from router.errors import RequestError
+from router.text.grammar.forms import Form, json_of
 
 MAX_TEXT_BYTES = 64 * 2**10
 """Of a regular expression or a grammar as it is sent."""

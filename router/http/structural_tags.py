@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grammar.schemas.forms import Form, Format, by_rules, matching, text
 from grammar.schemas.schema import Canonical
 from router.errors import RequestError
 from router.http.schema_forms import MAX_TEXT_BYTES, form_of_schema
+from router.text.grammar.forms import Form, Format, by_rules, matching, text
 
 MAX_PARTS = 1000
 """Of one list."""

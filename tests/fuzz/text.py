@@ -8,7 +8,6 @@ import orjson
 
 from grammar.schemas.documents import document_rules
 from grammar.schemas.ebnf import Rules
-from grammar.schemas.forms import is_guarded, json_of_canonical
 from grammar.schemas.pattern import Pattern, check_pattern
 from grammar.schemas.schema import canonical
 from grammar.schemas.schema_errors import SchemaError, spelled
@@ -23,6 +22,7 @@ from router.text.calls.deepseek import (
 from router.text.calls.dsml import DSML_MARKS, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END
 from router.text.calls.formats import CALL_FORMATS
 from router.text.calls.kimi import KIMI_MARKS
+from router.text.grammar.forms import is_guarded, json_of_canonical
 from router.text.reasoning import Start
 from router.text.stops import StopStrings
 from router.text.template import ChatTemplate

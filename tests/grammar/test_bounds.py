@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from grammar.schemas.documents import document_rules
-from grammar.schemas.forms import json_of
+from router.text.grammar.forms import json_of
 from tests.grammar.writer import EOS, PIECES, Writer
 
 COUNTS = [0, 1, 16, 17, 127, 128, 129]

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from grammar.compilers import Compilers
-from grammar.schemas.forms import (
+from grammar.schemas.schema import canonical
+from router.errors import RequestError
+from router.text.grammar.compilers import Compilers
+from router.text.grammar.forms import (
     MAX_RIVALS,
     Form,
     by_rules,
@@ -24,8 +26,6 @@ from grammar.schemas.forms import (
     sequence,
     text,
 )
-from grammar.schemas.schema import canonical
-from router.errors import RequestError
 from router.text.tokenizer import Tokenizer
 
 WIDE = 129_280

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from grammar.schemas.forms import json_of
 from grammar.schemas.pattern import MAX_BYTES, check_pattern
+from router.text.grammar.forms import json_of
 from tests.grammar.writer import Writer
 
 PATTERNS = [

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grammar.schemas.forms import json_of
 from grammar.schemas.schema import canonical
 from grammar.schemas.schema_errors import SchemaError, spelled
+from router.text.grammar.forms import json_of
 from tests.grammar.writer import Writer
 
 NAMES = st.sampled_from(["a", "b", 'c"d', "e\n", "\u00fc"])

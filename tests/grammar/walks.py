@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 
-from grammar.schemas.forms import json_of
+from router.text.grammar.forms import json_of
 from tests.grammar.writer import PIECES, Writer
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import xgrammar
 
 from grammar.compile_process import grammar_of
-from grammar.schemas.forms import Form
+from router.text.grammar.forms import Form
 
 EOS = 256
 FIRST_MARK = 257

@@ -10,7 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grammar.schemas.forms import (
+from grammar.schemas.schema import Canonical
+from grammar.schemas.schema_errors import SchemaError, spelled
+from router.text.calls.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from router.text.calls.dsml import DSML, DSML_MARKS, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END
+from router.text.calls.glm import CLOSING, KEY, KEY_END, OPENING, VALUE, VALUE_END
+from router.text.calls.json_call import HERMES_MARKS
+from router.text.calls.kimi import KIMI_MARKS, PREFIX
+from router.text.grammar.forms import (
     Form,
     MarkForms,
     any_number,
@@ -25,13 +32,6 @@ from grammar.schemas.forms import (
     text,
     triggered,
 )
-from grammar.schemas.schema import Canonical
-from grammar.schemas.schema_errors import SchemaError, spelled
-from router.text.calls.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
-from router.text.calls.dsml import DSML, DSML_MARKS, INVOKE, INVOKE_END, PARAMETER, PARAMETER_END
-from router.text.calls.glm import CLOSING, KEY, KEY_END, OPENING, VALUE, VALUE_END
-from router.text.calls.json_call import HERMES_MARKS
-from router.text.calls.kimi import KIMI_MARKS, PREFIX
 
 _COUNTS = ("minProperties", "maxProperties")
 _OF_OTHERS = ("propertyNames", "patternProperties", "additionalProperties")

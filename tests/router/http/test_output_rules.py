@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
-from grammar.compilers import Compilers
-from grammar.schemas.forms import text
 from router.http.output_rules import OutputRules
 from router.model import ServedModel
+from router.text.grammar.compilers import Compilers
+from router.text.grammar.forms import text
 from runtime.budget import Budget, BudgetKind
 from runtime.errors import DeadlineExceededError
 

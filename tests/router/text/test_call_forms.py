@@ -10,7 +10,12 @@ from typing import Any
 import jsonschema
 import pytest
 
-from grammar.schemas.forms import (
+from grammar.schemas.schema import canonical, objects_of
+from grammar.schemas.schema_errors import SchemaError
+from router.text.calls.dsml import DSML
+from router.text.calls.formats import CALL_FORMATS
+from router.text.calls.forms import ToolForm, written_by_key
+from router.text.grammar.forms import (
     Form,
     MarkForms,
     anything,
@@ -19,11 +24,6 @@ from grammar.schemas.forms import (
     one_of,
     with_reasoning,
 )
-from grammar.schemas.schema import canonical, objects_of
-from grammar.schemas.schema_errors import SchemaError
-from router.text.calls.dsml import DSML
-from router.text.calls.formats import CALL_FORMATS
-from router.text.calls.forms import ToolForm, written_by_key
 from router.text.marks import MarkTable
 from router.text.reasoning import Start
 from tests.grammar.writer import FIRST_MARK, Writer

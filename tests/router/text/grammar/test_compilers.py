@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from grammar import compilers, process
-from grammar.compilers import Compilers
-from grammar.schemas.forms import by_rules, json_of, matching
 from router.errors import RequestError, TooManyRequestsError
+from router.text.grammar import compilers, process
+from router.text.grammar.compilers import Compilers
+from router.text.grammar.forms import by_rules, json_of, matching
 from router.text.tokenizer import Tokenizer
 from runtime.errors import InternalError
 from tests.router.text.payers import Tenant

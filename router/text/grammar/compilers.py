@@ -21,11 +21,11 @@ from typing import Any
 
 import orjson
 
-from grammar.process import Answer, CompileProcess
-from grammar.schemas.forms import Form
 from grammar.schemas.schema_errors import with_fix
 from router.errors import RequestError, TooManyRequestsError
 from router.keys.line import WaitingLine
+from router.text.grammar.forms import Form
+from router.text.grammar.process import Answer, CompileProcess
 from router.text.lanes import Payer
 from runtime.background import BackgroundTasks
 from runtime.errors import InternalError

@@ -1,0 +1,3 @@
+"""Grammars of whole outputs: ``forms`` puts their parts together, ``compilers`` has the process in
+which they are compiled and tried.
+"""
