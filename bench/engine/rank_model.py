@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from bench.engine.launcher import RankPlace
+from bench.engine.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from bench.engine.options import DecodeOptions, PrefillOptions, Setup
 from bench.engine.report import say
 from bench.engine.routing import TableRouting
@@ -45,6 +46,7 @@ from engine.kernels.create import create_kernels
 from engine.kernels.portable import portable_kernels
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.options import EngineOptions, TokenSteps
+from engine.parallel.choose_dispatcher import Play
 from engine.parallel.groups import (
     ProcessGroups,
     RankGroup,
@@ -221,7 +223,9 @@ class RankModels:
             load=load,
             waits=self._open_waits(options, self._groups),
         )
-        built = _build(options, parts, played_ranks=setup.played_ranks, with_mtp=with_mtp)
+        ranks = setup.played_ranks
+        play = partial(LoopbackMaskedDispatcher, num_ranks=ranks) if ranks else None
+        built = _build(options, parts, play=play, with_mtp=with_mtp)
         say(f"weights are there after {time.perf_counter() - start:.1f} s", rank=self.place.rank)
         return RankModel(
             place=self.place,
@@ -289,7 +293,7 @@ class _Built:
     moves: OpenMoves | None
 
 
-def _build(options: EngineOptions, parts: _Parts, *, played_ranks: int, with_mtp: bool) -> _Built:
+def _build(options: EngineOptions, parts: _Parts, *, play: Play | None, with_mtp: bool) -> _Built:
     """Open what the options ask for, then build the model, as a worker does."""
     groups, kernels = parts.timer.watch_groups(parts.groups), parts.routing.kernels
     movable = can_move(options, groups.dims)
@@ -310,7 +314,7 @@ def _build(options: EngineOptions, parts: _Parts, *, played_ranks: int, with_mtp
         kernels=kernels,
         num_physical_experts=placements.num_physical_experts,
         streams=parts.streams,
-        played_ranks=played_ranks,
+        play=play,
         waits=parts.waits,
     )
     if parts.waits is not None:

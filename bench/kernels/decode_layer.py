@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.engine.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from bench.kernels.device_time import median_seconds
 from bench.shapes import DEEPSEEK_V3, expert_shard
 from engine.attention.kv_spec import KVSpec
@@ -33,7 +34,6 @@ from engine.graphs.capture import Capture
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
 from engine.memory.kv_pool import KVPool
-from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.sampling.graph_sampler import GraphSampler, SamplingRows, SamplingStage
 from engine.sampling.inputs import SamplingInput
 from engine.sampling.noise import mix_seed

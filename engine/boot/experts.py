@@ -17,7 +17,7 @@ from engine.experts.placements import ExpertPlacements, check_table
 from engine.layers.moe import MoE
 from engine.model.spec import CommonConfig, ServedModel, num_expert_slots, num_experts
 from engine.options import ChunkSteps, DispatcherKind, EngineOptions
-from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts, choose_dispatcher
+from engine.parallel.choose_dispatcher import OpenDispatcher, Play, RankExperts, choose_dispatcher
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import RankGroup
 from experts.balance import balance_experts
@@ -149,15 +149,15 @@ def moe_layers(model: ServedModel) -> dict[int, MoE]:
 
 
 def open_dispatcher(
-    options: EngineOptions, experts: RankExperts, *, played_ranks: int = 0
+    options: EngineOptions, experts: RankExperts, *, play: Play | None = None
 ) -> OpenDispatcher:
     """Choose and open the way to experts that the options ask for; all ranks call.
 
     Args:
         options: of the engine.
         experts: of this rank.
-        played_ranks: for measurements: a rank alone, with steps of single tokens, plays one of so
-            many; 0 to be itself.
+        play: for measurements: makes the dispatcher of a rank alone, with steps of single tokens,
+            that plays one of many; None to be itself.
 
     Raises:
         ConfigError: a step may bring more tokens than the ranks make room for, or the dispatcher
@@ -167,12 +167,11 @@ def open_dispatcher(
     if isinstance(steps, ChunkSteps):
         return choose_dispatcher(experts)
     is_on_gpu = options.device != "cpu"
-    is_fixed = (is_on_gpu or played_ranks) and experts.config.num_moe_layers
-    if is_fixed and experts.groups.dims.ep > 1:
+    if is_on_gpu and experts.config.num_moe_layers and experts.groups.dims.ep > 1:
         options.check_rows()
     return choose_dispatcher(
         experts,
         steps.dispatcher if is_on_gpu else DispatcherKind.AUTO,
         max_tokens_per_rank=steps.max_tokens_per_rank,
-        played_ranks=played_ranks,
+        play=play,
     )

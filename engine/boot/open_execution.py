@@ -23,7 +23,7 @@ from engine.micro_batches import OverlapRule
 from engine.model.spec import CommonConfig
 from engine.operations import do_nothing
 from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
-from engine.parallel.choose_dispatcher import OpenDispatcher, RankExperts
+from engine.parallel.choose_dispatcher import OpenDispatcher, Play, RankExperts
 from engine.parallel.choose_tp_exchange import OpenGroup, choose_tp_exchange
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
@@ -76,7 +76,7 @@ def open_execution(
     kernels: Kernels,
     num_physical_experts: int,
     streams: Streams,
-    played_ranks: int = 0,
+    play: Play | None = None,
     waits: WaitRecorder | None = None,
 ) -> OpenExecution:
     """Open what the options ask for; all ranks of the instance call.
@@ -88,7 +88,8 @@ def open_execution(
         kernels: of the model.
         num_physical_experts: slots of all ranks.
         streams: of this rank, and its device.
-        played_ranks: for measurements: a rank alone plays one of so many; 0 to be itself.
+        play: for measurements: makes the dispatcher of a rank alone that plays one of many; None
+            to be itself.
         waits: records who waits for whom; None for nobody.
 
     Raises:
@@ -110,13 +111,13 @@ def open_execution(
             scatter_tokens=options.steps.scatter_tokens,
             waits=waits,
         )
-        opened, max_masked = _open(options, experts, played_ranks)
+        opened, max_masked = _open(options, experts, play)
     dispatcher = None if opened is None else opened.dispatcher
     match options.steps:
         case ChunkSteps() as chunks:
             execution = _of_chunks(chunks, streams, groups.dims)
         case TokenSteps() as tokens:
-            execution = _of_tokens(tokens, streams, max(groups.dims.dp, played_ranks))
+            execution = _of_tokens(tokens, streams, is_alone=groups.dims.dp == 1 and play is None)
     execution = replace(
         execution,
         dispatcher=dispatcher,
@@ -146,12 +147,12 @@ def _open_exchange(
 
 
 def _open(
-    options: EngineOptions, experts: RankExperts, played_ranks: int
+    options: EngineOptions, experts: RankExperts, play: Play | None
 ) -> tuple[OpenDispatcher, int]:
     """Return what brings tokens to experts, and the most tokens whose rows are laid out masked."""
     max_masked = choose_masked_tokens(options, experts)
     experts = replace(experts, max_masked_tokens=max_masked)
-    return open_dispatcher(options, experts, played_ranks=played_ranks), max_masked
+    return open_dispatcher(options, experts, play=play), max_masked
 
 
 def _close_on(device: torch.device, closing: Sequence[Callable[[], None]]) -> None:
@@ -216,16 +217,16 @@ def _refuse_masked(options: EngineOptions, reason: str) -> None:
 
 
 def shared_expert_stream(
-    steps: TokenSteps, streams: Streams, *, num_ranks: int
+    steps: TokenSteps, streams: Streams, *, is_alone: bool
 ) -> SideStream | None:
     """Return a stream of its own for the shared expert, if it is to overlap with anything.
 
     Args:
         steps: say whether it is to.
         streams: of this rank.
-        num_ranks: among which tokens travel.
+        is_alone: whether no other rank gets tokens of this one.
     """
-    if streams.device.type != "cuda" or num_ranks == 1 or not steps.overlap_shared_expert:
+    if streams.device.type != "cuda" or is_alone or not steps.overlap_shared_expert:
         return None
     return SideStream(streams)
 
@@ -242,11 +243,11 @@ def _of_chunks(steps: ChunkSteps, streams: Streams, dims: ParallelDims) -> Execu
     )
 
 
-def _of_tokens(steps: TokenSteps, streams: Streams, num_ranks: int) -> Execution:
+def _of_tokens(steps: TokenSteps, streams: Streams, *, is_alone: bool) -> Execution:
     """Return how steps of one token each run, but for where their tokens go."""
     return Execution(
         overlap_shared_expert=steps.overlap_shared_expert,
-        side_stream=shared_expert_stream(steps, streams, num_ranks=num_ranks),
+        side_stream=shared_expert_stream(steps, streams, is_alone=is_alone),
         dependent_launches=launches_dependently(steps, streams.device),
     )
 

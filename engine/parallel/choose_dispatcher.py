@@ -24,7 +24,6 @@ from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.local_dispatcher import LocalDispatcher
-from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink import open as nvlink
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
@@ -51,6 +50,10 @@ class OpenDispatcher:
 
     dispatcher: TokenDispatcher[Any]
     close: Callable[[], None] = lambda: None
+
+
+Play = Callable[[Kernels, int], TokenDispatcher[Any]]
+"""Makes a dispatcher from kernels and the number of experts of this rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,7 @@ def choose_dispatcher(
     kind: DispatcherKind = DispatcherKind.AUTO,
     *,
     max_tokens_per_rank: int = 0,
-    played_ranks: int = 0,
+    play: Play | None = None,
     num_sms: int = 20,
 ) -> OpenDispatcher:
     """Choose how tokens travel, and open what that needs; all ranks call.
@@ -128,8 +131,7 @@ def choose_dispatcher(
 
     | layout            | experts | kind              | installed     | dispatcher               |
     |-------------------|---------|-------------------|---------------|--------------------------|
-    | decode, one rank  | FP8     | any               |               | `LoopbackMasked`         |
-    | plays many        |         |                   |               |                          |
+    | decode, played    | FP8     | any               |               | what `play` makes        |
     | decode, ep > 1    | FP8     | auto, nvlink      | Triton; GPUs  | `Nvlink`                 |
     |                   |         |                   | of one host   |                          |
     | decode, ep > 1    | FP8     | auto, deep-ep     | DeepEP        | `DeepEPLowLatency`       |
@@ -147,7 +149,7 @@ def choose_dispatcher(
         experts: of this rank.
         kind: what is asked for: by name it runs, or is refused.
         max_tokens_per_rank: of decode: most tokens that a rank ever brings to a step; else 0.
-        played_ranks: for measurements: this rank plays one of so many; 0 to be itself.
+        play: for measurements: makes the dispatcher of a rank that plays one of many.
         num_sms: SMs that a transfer of `DeepEPNormal` takes.
 
     Raises:
@@ -157,10 +159,9 @@ def choose_dispatcher(
     reason = _why_collectives(experts, kind)
     if reason:
         opened = _by_collectives(experts)
-    elif max_tokens_per_rank and played_ranks:
-        share, reason = experts.share.num_local, f"one of {played_ranks} ranks is played"
-        played = LoopbackMaskedDispatcher(experts.kernels, share, played_ranks)
-        opened = OpenDispatcher(dispatcher=played)
+    elif max_tokens_per_rank and play is not None:
+        reason = "one of many ranks is played"
+        opened = OpenDispatcher(dispatcher=play(experts.kernels, experts.share.num_local))
     elif kind is DispatcherKind.AUTO and experts.device.type == "cpu":
         opened, reason = _by_collectives(experts), "the device is a CPU"
     elif max_tokens_per_rank:

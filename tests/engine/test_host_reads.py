@@ -29,7 +29,6 @@ from engine.parallel.deep_ep_shape import LowLatencyShape, NormalShape
 from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
-from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.row_formats import AlignedQuantized, ExpertShare, PlainRows
@@ -126,7 +125,6 @@ QUIET: list[Callable[[], TokenDispatcher[Any]]] = [
     lambda: LocalDispatcher(short(1), RankGroup()),
     lambda: GatheredDispatcher(short(8), RankGroup()),
     lambda: MaskedGatheredDispatcher(KERNELS, NUM_EXPERTS, RankGroup(), max_tokens_per_rank=640),
-    lambda: LoopbackMaskedDispatcher(KERNELS, NUM_EXPERTS, 2),
     low_latency,
 ]
 WAITING: list[Callable[[], TokenDispatcher[Any]]] = [

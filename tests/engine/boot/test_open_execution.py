@@ -1,10 +1,12 @@
 """Options become an execution: rows, collectives, overlap, and who closes what was opened."""
 
+from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
 
+from bench.engine.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from bench.shapes import TINY
 from engine.boot import open_execution as module
 from engine.boot.open_execution import (
@@ -16,16 +18,17 @@ from engine.boot.open_execution import (
 )
 from engine.kernels.portable import portable_kernels
 from engine.options import ChunkSteps, EngineOptions, Switch, TokenSteps
+from engine.parallel.choose_dispatcher import Play
 from engine.parallel.dims import ParallelDims
 from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups
 from engine.parallel.local_dispatcher import LocalDispatcher
-from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.short_rows import MOST_EXPECTED_ROWS, ShortQuantized
 from engine.streams import Streams
 from runtime.errors import ConfigError
 from tests.engine.parallel.fake_ranks import SilentGroup
 
+play_one_of_eight = partial(LoopbackMaskedDispatcher, num_ranks=8)
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -33,7 +36,7 @@ def open_with(
     steps: ChunkSteps | TokenSteps,
     *,
     has_fp8: bool = True,
-    played_ranks: int = 0,
+    play: Play | None = None,
     device: torch.device = CPU,
     dp: int = 1,
 ) -> OpenExecution:
@@ -44,7 +47,7 @@ def open_with(
         kernels=portable_kernels(has_fp8=has_fp8),
         num_physical_experts=64,
         streams=Streams(device),
-        played_ranks=played_ranks,
+        play=play,
     )
 
 
@@ -154,13 +157,13 @@ def test_the_shared_expert_overlaps_unless_told_otherwise() -> None:
 
 
 def test_a_measurement_plays_one_of_many_decode_ranks() -> None:
-    opened = open_with(TokenSteps(), played_ranks=8)
+    opened = open_with(TokenSteps(), play=play_one_of_eight)
     assert isinstance(opened.execution.dispatcher, LoopbackMaskedDispatcher)
     opened.close()
     for itself in (
         open_with(TokenSteps()),
-        open_with(TokenSteps(), has_fp8=False, played_ranks=8),
-        open_with(ChunkSteps(), played_ranks=8),
+        open_with(TokenSteps(), has_fp8=False, play=play_one_of_eight),
+        open_with(ChunkSteps(), play=play_one_of_eight),
     ):
         assert isinstance(itself.execution.dispatcher, LocalDispatcher)
 
@@ -170,10 +173,10 @@ def test_the_shared_expert_of_a_played_rank_has_a_stream_as_the_real_one(
 ) -> None:
     monkeypatch.setattr(module, "SideStream", lambda streams: streams.device)
 
-    def stream_with(steps: TokenSteps, **ranks: int) -> object:
-        return open_with(steps, has_fp8=False, device=GPU, **ranks).execution.side_stream  # type: ignore[arg-type]
+    def stream_with(steps: TokenSteps, **ranks: Any) -> object:
+        return open_with(steps, has_fp8=False, device=GPU, **ranks).execution.side_stream
 
     assert stream_with(TokenSteps(), dp=8) == GPU
     assert stream_with(TokenSteps()) is None
-    assert stream_with(TokenSteps(), played_ranks=8) == GPU
-    assert stream_with(TokenSteps(overlap_shared_expert=False), played_ranks=8) is None
+    assert stream_with(TokenSteps(), play=play_one_of_eight) == GPU
+    assert stream_with(TokenSteps(overlap_shared_expert=False), play=play_one_of_eight) is None

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.engine.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.boot.jit_cache import VARIABLE, use_jit_cache
 from engine.boot.warm_up import (
     ROWS_VARIABLE,
@@ -30,7 +31,6 @@ from engine.layers.matrix import Matrix
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
-from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.weights.dummy import fill_with_dummy_weights
 from tests.engine.test_fp8_path import CONFIG
 

@@ -2,11 +2,13 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from bench.engine.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from bench.shapes import DEEPSEEK_V3, TINY
 from engine.kernels.portable import portable_kernels
 from engine.options import DispatcherKind
@@ -24,7 +26,6 @@ from engine.parallel.dims import ParallelDims
 from engine.parallel.gathered_dispatcher import GatheredDispatcher
 from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.local_dispatcher import LocalDispatcher
-from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.nvlink import open as nvlink
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
@@ -34,6 +35,7 @@ from engine.parallel.wait_recorder import WaitRecorder
 from runtime.errors import ConfigError
 from tests.engine.parallel.fake_ranks import SilentGroup
 
+play_one_of_eight = partial(LoopbackMaskedDispatcher, num_ranks=8)
 AUTO, DEEP_EP = DispatcherKind.AUTO, DispatcherKind.DEEP_EP
 GATHERED, NVLINK = DispatcherKind.GATHERED, DispatcherKind.NVLINK
 COLLECTIVES = DispatcherKind.COLLECTIVES
@@ -143,7 +145,7 @@ def test_what_was_chosen_is_told_with_its_reason(caplog: pytest.LogCaptureFixtur
         (lambda: decode(AUTO, experts(1)), "the rank is alone"),
         (lambda: decode(GATHERED, experts()), "MaskedGatheredDispatcher wanted=gathered"),
         (lambda: decode(AUTO, experts()), "nothing else runs here"),
-        (lambda: decode(AUTO, experts(1), played_ranks=8), "one of 8 ranks is played"),
+        (lambda: decode(AUTO, experts(1), play=play_one_of_eight), "one of many ranks is played"),
         (lambda: choose_dispatcher(experts()), "nothing else runs here"),
     ):
         caplog.clear()
@@ -223,9 +225,9 @@ def test_by_name() -> None:
 
 @pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
 def test_a_measurement_plays_one_of_many(device: torch.device) -> None:
-    played = decode(AUTO, experts(1, device=device), played_ranks=8)
+    played = decode(AUTO, experts(1, device=device), play=play_one_of_eight)
     assert isinstance(played.dispatcher, LoopbackMaskedDispatcher)
-    prefill = choose_dispatcher(experts(1, device=device), played_ranks=8)
+    prefill = choose_dispatcher(experts(1, device=device), play=play_one_of_eight)
     assert isinstance(prefill.dispatcher, LocalDispatcher), "prefill has a real share of the ranks"
 
 

@@ -5,13 +5,11 @@ import pytest
 from engine.kernels.masked_rows import MaskedRoom
 from engine.kernels.portable import portable_kernels
 from engine.parallel.groups import RankGroup
-from engine.parallel.loopback_masked_dispatcher import LoopbackMaskedDispatcher
 from engine.parallel.masked_gathered_dispatcher import MaskedGatheredDispatcher
 from engine.parallel.token_dispatcher import MaskingDispatcher
 
 KERNELS = portable_kernels(has_fp8=True)
 DISPATCHERS: dict[str, MaskingDispatcher] = {
-    "loopback": LoopbackMaskedDispatcher(KERNELS, 32, num_ranks=8),
     "gathered": MaskedGatheredDispatcher(
         KERNELS, 32, RankGroup(rank=3, size=8), max_tokens_per_rank=128
     ),
@@ -31,4 +29,3 @@ def test_an_expert_of_deepseek_v3_expects_its_share_of_what_ranks_bring(
 
 def test_padding_takes_room_and_is_not_expected() -> None:
     assert DISPATCHERS["gathered"].masked_room(1, 8) == MaskedRoom(1024, 1)
-    assert DISPATCHERS["loopback"].masked_room(1, 8) == MaskedRoom(128, 1)
