@@ -21,7 +21,7 @@ from deploy.ports import free_ports, listen_at
 from deploy.prefill_memory import plan_prefill_memory
 from deploy.ray_connection import FAR_AWAY, ray_host
 from engine.model.registry import read_config, spec_of
-from engine.model.spec import CommonConfig, num_expert_slots
+from engine.model.spec import CommonConfig, check_dims, num_expert_slots
 from kv_transfer.transports import expected_transport
 from router.keys.source import KeySource, key_source
 from router.keys.tiers import check_tiers_of, unreachable_tiers
@@ -233,7 +233,7 @@ def _check_parallel(config: ClusterConfig, model: CommonConfig) -> None:
         num_slots = num_expert_slots(model, section.num_redundant_experts, field=field)
         dims = parallel_dims(section)
         try:
-            dims.check_model(model, num_physical_experts=num_slots)
+            check_dims(dims, model, num_physical_experts=num_slots)
         except ConfigError as error:
             path, value = section.ranks_field, section.num_ranks
             raise ConfigError(path, value, error.problem, error.fix) from error

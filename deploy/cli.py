@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     by_hand = (worker, router, certificates, secret)
     for group in (up, *running, *before, *by_hand, completion):
         group.add_parser(commands)
+    parser.set_defaults(whole=parser)  # for `completion`
     return parser
 
 

@@ -10,7 +10,8 @@ import contextlib
 from dataclasses import dataclass, field
 
 from deploy.errors import ClusterError
-from deploy.ray_connection import RaySettings, is_reachable
+from deploy.ray_connection import is_reachable
+from deploy.ray_settings import RaySettings
 from deploy.state import ClusterState, Phase, RunDir
 from deploy.sweep import clean_up
 from runtime.config import ClusterConfig

@@ -10,7 +10,6 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import psutil
 
 from deploy.errors import ClusterError
 from deploy.plan import RUN_ID_VARIABLE
+from deploy.ray_settings import RaySettings
 from deploy.ray_start import start_own_ray
-from runtime.config.cluster import LOCAL_RAY
 
 FAR_AWAY = "203.0.113.1"
 """An address of documentation, to ask which way leads out. Nothing is sent there."""
@@ -32,49 +31,6 @@ def ray_host(address: str) -> str:
     if address == "auto":
         address = os.environ.get(_ADDRESS_VARIABLE, "")
     return address.rpartition(":")[0].strip("[]") or FAR_AWAY
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RaySettings:
-    """Which Ray, and for what."""
-
-    run_id: str
-    token: str = field(repr=False)
-    """Of a Ray of our own."""
-    address: str = LOCAL_RAY
-    """See ``cluster.ray_address``."""
-    num_slots: int = 1
-    """Of a Ray of our own: processes that can be placed, whatever the number of cores."""
-    num_devices: int = 0
-    outlives_us: bool = False
-    """What is started goes on when the controller dies."""
-    head: str = ""
-    """Where a Ray of our own is that outlived a controller; empty: there is none."""
-    start_timeout_s: float = 120.0
-    """How long a Ray of our own may take to start."""
-    log_dir: str = ""
-    """Where the logs of one that did not start are left; empty: nowhere."""
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the Ray is ours to start and stop."""
-        return self.address == LOCAL_RAY
-
-    @property
-    def namespace(self) -> str:
-        """Of all that this run has in Ray."""
-        return f"tandem-{self.run_id}"
-
-    def join(self, ray: Any, address: str) -> None:
-        """Connect the module ``ray`` to the Ray at ``address``."""
-        ray.init(
-            address=address,
-            namespace=self.namespace,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-            **({"_node_ip_address": "127.0.0.1"} if self.is_own else {}),
-        )
 
 
 def open_ray(settings: RaySettings, tell: Callable[[str], None] = lambda _: None) -> Any:

@@ -20,8 +20,9 @@ from deploy.launcher import Room, Running, Waiting
 from deploy.places import Place, Places, local_ranks
 from deploy.plan import InstancePlan, ProcessSpec, Role
 from deploy.ray_actor import ActorFacts, ChildActor, HostFacts, RaySupervisor, run_all
-from deploy.ray_connection import RaySettings, is_reachable, open_ray
+from deploy.ray_connection import is_reachable, open_ray
 from deploy.ray_remains import Remains
+from deploy.ray_settings import RaySettings
 from deploy.room import describe_room, free_by_host
 from deploy.router_hosts import RouterHosts
 from runtime.config.cluster import ClusterSection

@@ -10,7 +10,7 @@ from typing import Any
 from deploy.launcher import Running
 from deploy.plan import InstancePlan
 from deploy.ray_actor import RaySupervisor
-from deploy.ray_connection import RaySettings
+from deploy.ray_settings import RaySettings
 
 
 @dataclass(frozen=True, slots=True)

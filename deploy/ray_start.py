@@ -20,7 +20,7 @@ from deploy.sweep import kill_processes, ray_folder, ray_temp_dir
 from runtime.logging import get_logger
 
 if TYPE_CHECKING:
-    from deploy.ray_connection import RaySettings
+    from deploy.ray_settings import RaySettings
 
 logger = get_logger(__name__)
 

@@ -34,8 +34,8 @@ from deploy.plan import (
     plan_instances,
     process_name,
 )
-from deploy.ray_connection import RaySettings
 from deploy.ray_launcher import RayLauncher
+from deploy.ray_settings import RaySettings
 from deploy.ray_start import KEPT_LOGS
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up

@@ -38,10 +38,10 @@ from prefill.spans import record_run
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
 from runtime.call_server import CallServer, CarriedMethod
+from runtime.otlp import open_spans
 from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
 from runtime.roles import Role
 from runtime.rpc import open_channel
-from runtime.spans import open_spans
 from runtime.wire import tier_tokens_to_proto
 from runtime.worker import WorkerOptions
 from worker.cache_log import CacheFeed

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from router.distribution import Distribution
-from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role
 from router.rank_metrics import RankMetrics
 from router.shared_metrics import SharedMetrics
@@ -64,7 +63,7 @@ class RouterMetrics:
             "pd_router_lost_aborts", "Ends of requests that a living worker never heard of"
         )
         self.tokens = self._of_model("pd_router_tokens", "Tokens of prompts and outputs", "kind")
-        self._models: dict[str, ModelMetrics] = {}
+        self._models: dict[str, Callable[[], None]] = {}
         self._add_times()
         self._add_lengths()
         self._add_gauges()
@@ -162,8 +161,8 @@ class RouterMetrics:
 
     def settle(self) -> None:
         """Hand over what the paths of all models' requests have added up."""
-        for model in self._models.values():
-            model.settle()
+        for settle in self._models.values():
+            settle()
         for tally in self._answers.values():
             tally.settle()
 
@@ -176,17 +175,15 @@ class RouterMetrics:
         registry.register(SharedMetrics(self._shared_dir))
         return registry
 
+    def add_model(self, name: str, settle: Callable[[], None]) -> None:
+        """Export the series of a model; ``settle`` hands over what its requests have added up."""
+        self._models[name] = settle
+
     def introduce(self, models: Sequence[str]) -> None:
         """Say which models this router serves; the first is whose requests name none."""
         for model in models:
             self.process.tell(role="router", model=model)
         self._vllm = VllmNames(role="router", model=models[0], further_models=models[1:])
-
-    def of_model(self, model: str) -> ModelMetrics:
-        """The series of ``model``, which are exported from now on."""
-        if model not in self._models:
-            self._models[model] = ModelMetrics(self, model)
-        return self._models[model]
 
     def expect(
         self, endpoints: Iterable[str], statuses: Iterable[int], codes: Iterable[str]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from router.metrics import RouterMetrics
 from router.tally import CountTally, DeliveryTally, ValueTally
 from runtime.errors import ErrorCode
-
-if TYPE_CHECKING:
-    from router.metrics import RouterMetrics
 
 STAGES = (
     "router",
@@ -63,6 +60,7 @@ class ModelMetrics:
             *[tally for _, tally in self._stages],
             *self._finished.values(),
         ]
+        router.add_model(model, self.settle)
 
     def settle(self) -> None:
         """Hand over what was added up; call it before anyone reads, and now and then."""

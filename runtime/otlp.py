@@ -8,13 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prometheus_client import CollectorRegistry
+
+from runtime.config import TracingSection
 from runtime.errors import ConfigError
-from runtime.spans import Export, Span
+from runtime.spans import Export, Span, Spans
 from runtime.version import installed_version
 
 TIMEOUT_S = 5.0
 """Of one batch, retries included."""
 SCOPE = "tandem"
+
+
+def open_spans(
+    section: TracingSection, registry: CollectorRegistry, *, role: str, instance: str = ""
+) -> Spans | None:
+    """The spans of this process; None where nobody wants them.
+
+    Raises:
+        ConfigError: OpenTelemetry is not installed.
+    """
+    if not section.endpoint:
+        return None
+    return Spans(exporter(section.endpoint, role=role, instance=instance), registry)
 
 
 def exporter(endpoint: str, *, role: str, instance: str) -> Export:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter
 
-from runtime.config.tracing import TracingSection
 from runtime.logging import get_logger
 from runtime.trace import TraceContext
 
@@ -119,21 +118,6 @@ class Spans:
             self._has_failed = not is_sent
             if not is_sent and self._is_closing:
                 return
-
-
-def open_spans(
-    section: TracingSection, registry: CollectorRegistry, *, role: str, instance: str = ""
-) -> Spans | None:
-    """The spans of this process; None where nobody wants them.
-
-    Raises:
-        ConfigError: OpenTelemetry is not installed.
-    """
-    if not section.endpoint:
-        return None
-    from runtime.otlp import exporter
-
-    return Spans(exporter(section.endpoint, role=role, instance=instance), registry)
 
 
 def _with_wall(span: Span, wall_ns: int) -> Span:

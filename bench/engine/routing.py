@@ -25,7 +25,8 @@ from torch import Tensor
 from engine.config import DeepseekV3Config
 from engine.kernels.base import Kernels
 from engine.operations import do_nothing
-from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK
+from engine.ops.routing_rule import RoutingRule
 
 MAX_STEPS = 64
 """Of different draws; then they come again."""

@@ -21,6 +21,7 @@ from bench.engine.rank_model import RankModels, Section
 from bench.engine.report import Report, append_line, say
 from bench.engine.shapes import choose_model
 from bench.engine.summary import show_row
+from engine.model.spec import check_dims
 from engine.parallel.dims import ParallelDims
 from runtime.errors import ConfigError
 from worker.engine_options import parallel_dims
@@ -78,7 +79,7 @@ def check(row: Row) -> None:
     Raises:
         ConfigError: a shape, or ranks that do not divide it.
     """
-    row.dims.check_model(choose_model(row.setup).config)
+    check_dims(row.dims, choose_model(row.setup).config)
 
 
 def read_rows(path: Path, added: Sequence[str], parse: ParseRow) -> list[Row]:

@@ -13,6 +13,7 @@ import torch
 
 from bench.kernels.device_time import median_seconds
 from bench.kernels.fp8 import fp8_of, quantize
+from engine.formats.base import run_experts
 from engine.formats.stored_weight import StoredWeight
 from engine.kernels.base import Kernels
 from engine.kernels.create import create_kernels
@@ -64,7 +65,7 @@ def main() -> None:
 
         def step(dispatcher: LocalDispatcher[Any]) -> torch.Tensor:
             received, plan = dispatcher.start_dispatch(rows, ids, weights).wait()  # noqa: B023
-            out = received.mlp(number_format, w13, w2)
+            out = run_experts(number_format, received, w13, w2)
             return dispatcher.start_combine(out, plan, None).wait()
 
         times = [

@@ -14,8 +14,9 @@ from torch import Tensor
 from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.triton_gemm.gemm import Product
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout
-from engine.kernels import expert_reference, reference
+from engine.kernels import reference
 from engine.kernels.alignment import ROW_BLOCK
+from engine.kernels.masked_rows import empty_masked
 from engine.weights.fp8 import quantize_block
 
 MASKED_ROOM = 2
@@ -88,7 +89,7 @@ def _draw_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return [G, R, K] and scales, column by column, as every kernel takes them."""
     room = -(-num_rows // 4) * 4
-    data, scale = expert_reference.empty_masked(num_groups, room, depth, device)
+    data, scale = empty_masked(num_groups, room, depth, device)
     for group in range(num_groups):
         for start in range(0, room, PIECE):
             piece = slice(start, min(start + PIECE, room))

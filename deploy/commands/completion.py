@@ -33,10 +33,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
-    # Imported late: the parser of all commands knows this one.
     import shtab
 
-    from deploy.cli import build_parser
-
-    print(shtab.complete(build_parser(), shell=arguments.shell))
+    print(shtab.complete(arguments.whole, shell=arguments.shell))
     return 0

@@ -18,10 +18,10 @@ from deploy.commands.experts_record import (
     record_live,
 )
 from deploy.commands.experts_simulate import add_simulate
+from deploy.commands.experts_trace import print_trace
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
-    from experts.trace import ExpertTrace
 
 _NUM_HOTTEST = 8
 
@@ -99,17 +99,6 @@ def run_show(arguments: argparse.Namespace) -> int:
         table.add_row(*cells)
     Console().print(table, crop=False)
     return 0
-
-
-def print_trace(trace: ExpertTrace) -> None:
-    """Print what a trace is of, for people."""
-    print(f"model        {trace.model_name}, {trace.role}")
-    groups = f", in {trace.topk_group} of {trace.num_groups} groups" if trace.num_groups > 1 else ""
-    shape = f"{trace.num_layers} layers of {trace.num_experts} experts"
-    print(f"experts      {shape}, {trace.top_k} a token{groups}")
-    passes = trace.num_rows * trace.passes_per_row
-    print(f"recorded     {passes:,} passes of {trace.tokens_per_pass:,.0f} tokens", end="")
-    print(f" on {trace.num_ranks} ranks of {trace.num_hosts} hosts")
 
 
 def _of_floor(value: float, floor: float) -> str:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.commands.common import add_command
+from deploy.commands.experts_trace import print_trace
 from runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,7 +88,6 @@ tandem experts simulate prefill.npz --ranks 8 --redundant 32 --role prefill --ot
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Print what the trace would do on the cluster."""
-    from deploy.commands.experts import print_trace
     from experts.plan import Terms
     from experts.simulation import Cluster, simulate
     from experts.summary import describe_trace

@@ -15,7 +15,7 @@ from engine.experts.counted import CountedExperts
 from engine.experts.counter import ExpertCounter
 from engine.experts.placements import ExpertPlacements, check_table
 from engine.layers.moe import MoE
-from engine.model.spec import CommonConfig, ServedModel, num_expert_slots, num_experts
+from engine.model.spec import CommonConfig, ServedModel, check_dims, num_expert_slots, num_experts
 from engine.options import ChunkSteps, DispatcherKind, EngineOptions
 from engine.parallel.choose_dispatcher import OpenDispatcher, Play, RankExperts, choose_dispatcher
 from engine.parallel.dims import ParallelDims
@@ -59,7 +59,7 @@ def place_experts(
     num_redundant, field = options.num_redundant_experts, options.named("num_redundant_experts")
     num_logical = num_experts(config)
     num_slots = num_expert_slots(config, num_redundant, field=field)
-    dims.check_model(config, num_physical_experts=num_slots)
+    check_dims(dims, config, num_physical_experts=num_slots)
     layers = config.expert_layers(with_mtp=with_mtp)
     if load is not None and config.experts is not None:
         table = load.table(config.experts, layers=layers, num_slots=num_slots, num_ranks=dims.ep)

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.formats.expert_rows import GroupedRows
+from engine.formats.expert_rows import GroupedRows, Rows
 from engine.formats.fp8_rows import Activation, Fp8Rows
 from engine.formats.stored_weight import StoredWeight
 from engine.kernels.masked_rows import MaskedRows
@@ -137,6 +137,28 @@ class NumberFormat(Protocol):
             InternalError: the format has no masked layout.
         """
         ...
+
+
+def run_experts(
+    number_format: NumberFormat, rows: Rows, w13: StoredWeight, w2: StoredWeight
+) -> Tensor:
+    """Run each expert's gated MLP over its rows, whatever their layout.
+
+    Args:
+        number_format: of both weights.
+        rows: a layout that the format has.
+        w13: [L, 2F, D], gate over up.
+        w2: [L, D, F].
+
+    Returns:
+        [M, D] in the order of the rows; [L, M, D] in the masked layout.
+
+    Raises:
+        InternalError: the format has no masked layout.
+    """
+    if isinstance(rows, MaskedRows):
+        return number_format.masked_mlp(rows, w13, w2)
+    return number_format.grouped_mlp(rows, w13, w2)
 
 
 class QuantizedConfig(Protocol):

@@ -1,7 +1,7 @@
 """Tokens at their experts: rows of this rank's experts, in one of three layouts.
 
-What a dispatch returns. Rows know which GEMMs of a format take their layout (`mlp`), so nobody asks
-which one it is. The third layout, for decode, is `engine.kernels.masked_rows`.
+What a dispatch returns, and `engine.formats.base.run_experts` takes. The third layout, for decode,
+is `engine.kernels.masked_rows`.
 
 Legend: D hidden size, F expert width, L local experts, M rows received by them (a token counts once
 for each of its local experts), C rows before the capacity.
@@ -10,35 +10,15 @@ for each of its local experts), C rows before the capacity.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
 from engine.formats.fp8_rows import Activation, Fp8Rows
-from engine.formats.stored_weight import StoredWeight
 from engine.kernels.alignment import Alignment, Overflow
+from engine.kernels.masked_rows import MaskedRows
 from engine.ops.op import Ops
 from engine.ops.permute import PERMUTE_ROWS
-
-if TYPE_CHECKING:
-    from engine.formats.base import NumberFormat
-
-
-class Rows(Protocol):
-    """Rows of any layout: `ExpertRows`, `AlignedRows` or `MaskedRows`."""
-
-    def mlp(self, number_format: NumberFormat, w13: StoredWeight, w2: StoredWeight) -> Tensor:
-        """Run the experts over their rows.
-
-        Args:
-            number_format: of both weights.
-            w13: [L, 2F, D], gate over up.
-            w2: [L, D, F].
-
-        Returns:
-            [M, D] in the order of the rows; [L, M, D] in the masked layout.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +32,6 @@ class ExpertRows:
 
     rows_MD: Tensor
     num_rows_per_expert: list[int]
-
-    def mlp(self, number_format: NumberFormat, w13: StoredWeight, w2: StoredWeight) -> Tensor:
-        """See `Rows`."""
-        return number_format.grouped_mlp(self, w13, w2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +58,11 @@ class AlignedRows:
             overflow=None if places is None else Overflow(source=rows, places=places),
         )
 
-    def mlp(self, number_format: NumberFormat, w13: StoredWeight, w2: StoredWeight) -> Tensor:
-        """See `Rows`; bfloat16."""
-        return number_format.grouped_mlp(self, w13, w2)
-
 
 GroupedRows: TypeAlias = ExpertRows | AlignedRows
 """Rows in the contiguous layout: plain ones, and those of a format that quantises rows."""
+Rows: TypeAlias = GroupedRows | MaskedRows
+"""Rows of any layout."""
 
 
 def plain(hidden: Activation) -> Tensor:

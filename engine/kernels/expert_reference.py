@@ -6,8 +6,7 @@ See `engine.kernels.alignment` for the aligned one, `engine.kernels.masked_rows`
 import torch
 from torch import Tensor
 
-from engine.formats.fp8_rows import GROUP, Fp8Rows
-from engine.invariants import require
+from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels.alignment import Overflow
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.reference import fp8_linear, quantize_rows
@@ -57,25 +56,6 @@ def grouped_fp8_mlp(
             hidden = quantize_rows(silu_and_mul(gate_up.float()))
             out_MD[mine] = fp8_linear(hidden, w2[0][expert], w2[1][expert])
     return out_MD
-
-
-def empty_masked(
-    num_experts: int, max_rows: int, num_columns: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return uninitialised data and scales as `MaskedRows` has them."""
-    require(
-        max_rows % 4 == num_columns % GROUP == 0,
-        "rows and columns",
-        (max_rows, num_columns),
-        f"multiples of 4 and of {GROUP} are wanted",
-    )
-    data = torch.empty(
-        (num_experts, max_rows, num_columns), dtype=torch.float8_e4m3fn, device=device
-    )
-    scale = torch.empty(
-        (num_experts, num_columns // GROUP, max_rows), dtype=torch.float32, device=device
-    )
-    return data, scale.transpose(1, 2)
 
 
 def masked_fp8_mlp(

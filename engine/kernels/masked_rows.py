@@ -11,15 +11,13 @@ columns of data and scales.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+import torch
 from torch import Tensor
 
-from engine.formats.stored_weight import StoredWeight
+from engine.formats.fp8_rows import GROUP
 from engine.invariants import require
-
-if TYPE_CHECKING:
-    from engine.formats.base import NumberFormat
 
 MASKED_BLOCK: Final = 128
 """M is a multiple: GEMMs write whole tiles of rows, which must not reach the next expert."""
@@ -66,10 +64,6 @@ class MaskedRows:
     num_rows_L: Tensor
     expected_rows: int
 
-    def mlp(self, number_format: NumberFormat, w13: StoredWeight, w2: StoredWeight) -> Tensor:
-        """Run the experts over their rows, with weights of a format: [L, M, D] bfloat16."""
-        return number_format.masked_mlp(self, w13, w2)
-
 
 @dataclass(frozen=True, slots=True)
 class MaskedRoom:
@@ -82,6 +76,25 @@ class MaskedRoom:
 
     max_rows: int
     expected_rows: int
+
+
+def empty_masked(
+    num_experts: int, max_rows: int, num_columns: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return uninitialised data and scales as `MaskedRows` has them."""
+    require(
+        max_rows % 4 == num_columns % GROUP == 0,
+        "rows and columns",
+        (max_rows, num_columns),
+        f"multiples of 4 and of {GROUP} are wanted",
+    )
+    data = torch.empty(
+        (num_experts, max_rows, num_columns), dtype=torch.float8_e4m3fn, device=device
+    )
+    scale = torch.empty(
+        (num_experts, num_columns // GROUP, max_rows), dtype=torch.float32, device=device
+    )
+    return data, scale.transpose(1, 2)
 
 
 def require_room(num_tokens: int, max_rows: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from engine.config import DeepseekV3Config
 from engine.experts.placement import ExpertPlacement
-from engine.formats.base import NumberFormat
+from engine.formats.base import NumberFormat, run_experts
 from engine.formats.expert_rows import Rows
 from engine.layers.context import LayerContext
 from engine.layers.matrix import Matrix
@@ -26,7 +26,8 @@ from engine.layers.mlp import MLP
 from engine.layers.norm import FeedFormat, Normed
 from engine.layers.shared_expert import SharedSchedule
 from engine.operations import Operations
-from engine.ops.gate import GATE_LOGITS, GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.gate import GATE_LOGITS, GROUP_LIMITED_TOPK
+from engine.ops.routing_rule import RoutingRule
 from engine.options import DispatcherKind
 from engine.parallel.choose_dispatcher import RankExperts, choose_dispatcher
 from engine.parallel.token_dispatcher import TokenDispatcher
@@ -122,7 +123,7 @@ class Experts(nn.Module):
 
     def forward(self, rows: Rows) -> Tensor:
         """Map the rows to [M, D] ([L, M, D] in the masked layout), in the same order."""
-        return rows.mlp(self.number_format, self.up.stored, self.down.stored)
+        return run_experts(self.number_format, rows, self.up.stored, self.down.stored)
 
     def weight_slices(self, prefix: str) -> Iterator[WeightSlice]:
         """See `HoldsWeights`; a logical expert in several slots is read once per slot."""

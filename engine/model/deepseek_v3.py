@@ -40,6 +40,7 @@ from engine.memory.kv_pool import KVPool
 from engine.micro_batches import OverlapRule, halve
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.mtp import MTPLayer
+from engine.model.spec import check_dims
 from engine.operations import Operations, do_nothing, interleave, run
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
@@ -130,7 +131,7 @@ class DeepseekV3ForCausalLM(nn.Module):
             range(num_experts), num_experts, layers=layers, device=device
         )
         num_slots = placements.num_physical_experts
-        self.groups.dims.check_model(config, num_physical_experts=num_slots)
+        check_dims(self.groups.dims, config, num_physical_experts=num_slots)
         self.kernels = kernels or create_kernels(self.device, dtype)
         execution = execution or Execution()
         ctx = self._context(execution)

@@ -29,7 +29,7 @@ from engine.layers.norm import FeedFormat, Residual, RMSNorm
 from engine.layers.rotary import RotaryEmbedding
 from engine.memory.kv_pool import KVPool
 from engine.model.llama_config import LlamaConfig
-from engine.model.spec import BuildOptions
+from engine.model.spec import BuildOptions, check_dims
 from engine.operations import Operations, do_nothing, run
 from engine.weights.slices import HoldsWeights, WeightSlice
 from runtime.errors import ConfigError
@@ -101,7 +101,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config, self.dtype, self.device = config, options.dtype, options.device
         self.groups = options.groups
-        self.groups.dims.check_model(config)
+        check_dims(self.groups.dims, config)
         self.kernels = options.kernels or create_kernels(self.device, self.dtype)
         self.number_format = self.kernels.formats.plain
         execution = options.execution or Execution()

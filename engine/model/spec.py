@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine.formats.base import NumberFormat
     from engine.kernels.base import Kernels
     from engine.memory.kv_pool import KVPool
+    from engine.parallel.dims import ParallelDims
     from engine.parallel.groups import ProcessGroups
     from engine.weights.slices import WeightSlice
 
@@ -115,6 +116,34 @@ class CommonConfig(Protocol):
 def num_experts(config: CommonConfig) -> int:
     """Return how many routed experts a model has."""
     return 0 if config.experts is None else config.experts.n_routed_experts
+
+
+def check_dims(
+    dims: ParallelDims, config: CommonConfig, *, num_physical_experts: int | None = None
+) -> None:
+    """Refuse a model that these dimensions cannot split evenly.
+
+    Args:
+        dims: of the ranks.
+        config: of the model.
+        num_physical_experts: expert slots, if not one per routed expert.
+
+    Raises:
+        ConfigError: naming the axis and a length that fits.
+    """
+    for name, size in config.tp_sizes(whole_experts=dims.ep > 1).items():
+        _check_divides("tp", dims.tp, name, size)
+    experts = num_physical_experts or num_experts(config)
+    _check_divides("ep", dims.ep, "the number of physical experts", experts)
+
+
+def _check_divides(axis: str, length: int, name: str, size: int) -> None:
+    if size % length:
+        fitting = [n for n in range(1, size + 1) if size % n == 0]
+        below = max(n for n in fitting if n < length)
+        above = min((n for n in fitting if n > length), default=None)
+        fix = f"use {below}" if above is None else f"use {below} or {above}"
+        raise ConfigError(axis, length, f"{name} = {size} is not a multiple of it", fix)
 
 
 def num_expert_slots(

@@ -3,42 +3,19 @@
 Legend: T tokens, D hidden size, E experts, K experts per token, S parts of a sum, C = E + 1 bins.
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import DeepseekV3Config
 from engine.ops.op import Op, Target, Work, late, moved_bytes
+from engine.ops.routing_rule import RoutingRule
 
 if TYPE_CHECKING:
     from engine.ops import gate_kernel
 else:
     gate_kernel = late("engine.ops.gate_kernel")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingRule:
-    """See `group_limited_topk` for what each field does."""
-
-    top_k: int
-    n_group: int
-    topk_group: int
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-
-    @classmethod
-    def of(cls, config: DeepseekV3Config) -> "RoutingRule":
-        """Return the rule of a model."""
-        return cls(
-            top_k=config.num_experts_per_tok,
-            n_group=config.n_group,
-            topk_group=config.topk_group,
-            norm_topk_prob=config.norm_topk_prob,
-            routed_scaling_factor=config.routed_scaling_factor,
-        )
 
 
 def gate_logits(hidden_TD: Tensor, weight_ED: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
-from engine.ops.gate import RoutingRule
+from engine.ops.routing_rule import RoutingRule
 
 FEW_TOKENS = 128
 """Tokens that are scored in parts, at most."""

@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from engine.formats.fp8_rows import Fp8Rows
-from engine.kernels.expert_reference import empty_masked
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, require_room
+from engine.kernels.masked_rows import (
+    MaskedPlaces,
+    MaskedRows,
+    empty_masked,
+    guess_rows,
+    require_room,
+)
 from engine.ops.op import Op, Target, late
 
 if TYPE_CHECKING:

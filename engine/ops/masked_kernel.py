@@ -15,10 +15,15 @@ from torch import Tensor
 
 from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.invariants import require
-from engine.kernels.expert_reference import empty_masked
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
 from engine.kernels.fused.quant import _quantize_tile
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, guess_rows, require_room
+from engine.kernels.masked_rows import (
+    MaskedPlaces,
+    MaskedRows,
+    empty_masked,
+    guess_rows,
+    require_room,
+)
 from engine.ops.permute_kernel import permute_into
 
 PAIRS = 1024

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.model.spec import CommonConfig, num_experts
 from runtime.errors import ConfigError
 
 
@@ -65,21 +64,6 @@ class ParallelDims:
         """Place on the ep axis."""
         return self.rank if self.ep > 1 else 0
 
-    def check_model(self, config: CommonConfig, *, num_physical_experts: int | None = None) -> None:
-        """Refuse a model that these dimensions cannot split evenly.
-
-        Args:
-            config: of the model.
-            num_physical_experts: expert slots, if not one per routed expert.
-
-        Raises:
-            ConfigError: naming the axis and a length that fits.
-        """
-        for name, size in config.tp_sizes(whole_experts=self.ep > 1).items():
-            _check_divides("tp", self.tp, name, size)
-        experts = num_physical_experts or num_experts(config)
-        _check_divides("ep", self.ep, "the number of physical experts", experts)
-
     def check_devices(self, num_devices: int, device: str) -> None:
         """Refuse more ranks than devices.
 
@@ -94,12 +78,3 @@ class ParallelDims:
                 f"this host has {num_devices} {device} device(s), one is needed per rank",
                 f"use at most {num_devices}" if num_devices else "use device 'cpu'",
             )
-
-
-def _check_divides(axis: str, length: int, name: str, size: int) -> None:
-    if size % length:
-        fitting = [n for n in range(1, size + 1) if size % n == 0]
-        below = max(n for n in fitting if n < length)
-        above = min((n for n in fitting if n > length), default=None)
-        fix = f"use {below}" if above is None else f"use {below} or {above}"
-        raise ConfigError(axis, length, f"{name} = {size} is not a multiple of it", fix)

@@ -21,6 +21,7 @@ from router.keys.ledger import KeyLedger, Ledger
 from router.keys.source import KeySource
 from router.metrics import RouterMetrics
 from router.model import ServedModel
+from router.model_metrics import ModelMetrics
 from router.pool.journal import PoolJournal
 from router.pool.members import Departure, Member
 from router.recent import LoadLines, RecentWindow, Totals
@@ -29,8 +30,8 @@ from router.text.lanes import Lanes
 from runtime.config import RouterSection, TracingSection
 from runtime.errors import ConfigError
 from runtime.net import Credentials
+from runtime.otlp import open_spans
 from runtime.rank_picture import RankPicture
-from runtime.spans import open_spans
 from runtime.tiers import Tiers
 
 TICK_S = 0.5
@@ -182,7 +183,7 @@ def _backends_of(
     router_id, clock = f"router-{secrets.token_hex(6)}", asyncio.get_running_loop().time
     backends = [
         Backend(
-            *(model, section, metrics.of_model(model.name)),
+            *(model, section, ModelMetrics(metrics, model.name)),
             credentials=credentials,
             router_id=router_id,
             clock=clock,

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from deploy.errors import ClusterError
-from deploy.ray_connection import RaySettings, open_ray
+from deploy.ray_connection import open_ray
+from deploy.ray_settings import RaySettings
 from deploy.ray_start import start_own_ray
 from deploy.sweep import ray_folder, ray_temp_dir
 

@@ -10,8 +10,7 @@ import torch
 
 from engine.formats.deep_gemm import DeepGemm
 from engine.invariants import require
-from engine.kernels.expert_reference import empty_masked
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.masked_rows import MaskedRows, empty_masked
 from runtime.errors import InternalError
 
 ENGINE = Path(__file__).parents[2] / "engine"

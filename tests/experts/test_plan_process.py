@@ -21,7 +21,7 @@ from runtime.errors import InternalError
 
 @pytest.fixture
 def process() -> Iterator[PlanProcess]:
-    made = PlanProcess()
+    made = PlanProcess(timeout_s=120.0)
     yield made
     made.close()
 

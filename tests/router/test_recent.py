@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from router.metrics import RouterMetrics
+from router.model_metrics import ModelMetrics
 from router.recent import LINE_S, SAMPLE_S, LoadLines, RecentWindow, Totals, quantile
 
 
@@ -20,11 +21,13 @@ class Clock:
 
 
 def serve(metrics: RouterMetrics, count: int, ttft_s: float) -> None:
+    model = ModelMetrics(metrics, "m")
     for _ in range(count):
         metrics.count_request("m", "/v1/completions", 200)
-        metrics.of_model("m").prompt_tokens.inc(10)
-        metrics.of_model("m").output_tokens.inc(4)
-        metrics.of_model("m").ttft.observe(ttft_s)
+        model.prompt_tokens.inc(10)
+        model.output_tokens.inc(4)
+        model.ttft.observe(ttft_s)
+    model.settle()
 
 
 def totals_of(metrics: RouterMetrics) -> Totals:

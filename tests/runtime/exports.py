@@ -40,7 +40,7 @@ def make_exports(load: LoopLoad | None = None) -> Exports:
         registries={"prefill": prefill, "decode": decode, "router": router.registry},
         prefill=of_prefill,
         decode=of_decode,
-        router=router.of_model("m"),
+        router=ModelMetrics(router, "m"),
     )
 
 

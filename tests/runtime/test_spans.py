@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from runtime.config import TracingSection
 from runtime.errors import ConfigError
-from runtime.spans import MAX_QUEUED, Span, Spans, open_spans
+from runtime.otlp import open_spans
+from runtime.spans import MAX_QUEUED, Span, Spans
 from runtime.trace import MAX_STATE, TraceContext
 
 

@@ -12,9 +12,8 @@ from engine.formats.expert_stream import kernel
 from engine.formats.expert_stream.tiles import StreamTile, StreamTiles, choose_tiles, refusal
 from engine.formats.fp8_rows import GROUP
 from engine.invariants import require
-from engine.kernels.expert_reference import empty_masked
 from engine.kernels.fused.dependent import joins_chain
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.masked_rows import MaskedRows, empty_masked
 from runtime.errors import InternalError
 
 Weight = tuple[Tensor, Tensor]

@@ -13,8 +13,7 @@ from torch import Tensor
 from engine.formats.fp8_rows import GROUP, MIN_AMAX, Fp8Rows
 from engine.formats.triton_gemm.product import ALIGNED, MASKED, PLAIN
 from engine.invariants import require
-from engine.kernels.expert_reference import empty_masked
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.masked_rows import MaskedRows, empty_masked
 
 BLOCK_T = 32
 E4M3_MAX = tl.constexpr(448.0)

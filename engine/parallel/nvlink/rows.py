@@ -10,9 +10,8 @@ from torch import Tensor
 
 from engine.formats.fp8_rows import GROUP, Fp8Rows
 from engine.invariants import require
-from engine.kernels.expert_reference import empty_masked
 from engine.kernels.fused.launch import ceil_div, launched, next_power_of_2
-from engine.kernels.masked_rows import MaskedPlaces, MaskedRows
+from engine.kernels.masked_rows import MaskedPlaces, MaskedRows, empty_masked
 from engine.parallel.nvlink.buffer import ReceivedRows
 from engine.parallel.nvlink.records import DISPATCH
 from engine.parallel.nvlink.shape import LINE, UNITS, NvlinkShape

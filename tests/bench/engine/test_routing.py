@@ -21,7 +21,8 @@ from bench.engine.routing import (
 from bench.shapes import DEEPSEEK_V3, TINY, expert_shard, tensor_shard
 from engine.config import DeepseekV3Config
 from engine.kernels.portable import portable_kernels
-from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK
+from engine.ops.routing_rule import RoutingRule
 
 SHARDS = [
     shard(DEEPSEEK_V3, ranks=ranks, of=8)

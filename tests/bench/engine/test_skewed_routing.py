@@ -14,7 +14,8 @@ from bench.engine.routing import (
 from bench.experts.skew import log_likelihoods
 from bench.shapes import DEEPSEEK_V3, TINY, expert_shard
 from engine.kernels.portable import portable_kernels
-from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK
+from engine.ops.routing_rule import RoutingRule
 
 NUM_EXPERTS = TINY.n_routed_experts
 

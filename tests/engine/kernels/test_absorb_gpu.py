@@ -17,8 +17,8 @@ from engine.attention.rectangle import Rectangle
 from engine.formats.fp8_rows import Fp8Rows
 from engine.kernels import reference
 from engine.kernels.rotation import Rotation
-from engine.ops.gate import RoutingRule
 from engine.ops.latents import SPLIT_LATENTS
+from engine.ops.routing_rule import RoutingRule
 from tests.engine.relative_error import relative_error
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 

@@ -48,7 +48,7 @@ def run_kernels() -> None:
         name: importlib.import_module(f"engine.ops.{name}_kernel")
         for name in ("norm", "activation", "permute", "gate", "masked")
     }
-    rule = importlib.import_module("engine.ops.gate").RoutingRule(
+    rule = importlib.import_module("engine.ops.routing_rule").RoutingRule(
         top_k=2, n_group=2, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0
     )
     ops["norm"].add_rms_norm_fp8(bf16(4, 256), bf16(4, 256), bf16(256), 1e-6, with_plain=True)

@@ -16,11 +16,12 @@ from engine.kernels import reference
 from engine.kernels.alignment import Alignment
 from engine.kernels.masked_rows import MaskedRows
 from engine.kernels.rotation import Rotation
-from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK
 from engine.ops.latents import JOIN_KEYS, ROTATE_QUERIES
 from engine.ops.masked import MOE_ALIGN_MASKED, PERMUTE_MASKED_ROWS
 from engine.ops.norm import RMS_NORM
 from engine.ops.permute import COUNT_ROWS, MOE_ALIGN_BLOCK_SIZE, UNPERMUTE_ROWS
+from engine.ops.routing_rule import RoutingRule
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [

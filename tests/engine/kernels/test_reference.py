@@ -11,9 +11,10 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.ops.activation import SILU_AND_MUL
-from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK
 from engine.ops.latents import apply_rotary
 from engine.ops.norm import RMS_NORM
+from engine.ops.routing_rule import RoutingRule
 
 SEEDS = st.integers(0, 2**31)
 

@@ -17,7 +17,7 @@ from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.triton_gemm.limits import HOPPER
 from engine.kernels.alignment import Alignment
 from engine.kernels.rotation import Rotation
-from engine.ops.gate import RoutingRule
+from engine.ops.routing_rule import RoutingRule
 from engine.weights.fp8 import quantize_block
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 

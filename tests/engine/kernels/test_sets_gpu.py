@@ -23,7 +23,7 @@ from engine.formats.triton_gemm.limits import AMPERE, HOPPER, DeviceLimits
 from engine.kernels import expert_reference, reference
 from engine.kernels.base import Kernels
 from engine.kernels.create import choose_heads
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.masked_rows import MaskedRows, empty_masked
 from engine.ops.op import Target
 from engine.ops.table import resolve_ops
 from engine.weights.fp8 import quantize_block
@@ -99,7 +99,7 @@ def draw_experts(number: int, num_rows: int, num_columns: int) -> tuple[Tensor, 
 
 
 def draw_rows(counts: list[int], num_columns: int) -> MaskedRows:
-    data, scale = expert_reference.empty_masked(len(counts), 128, num_columns, DEVICE)
+    data, scale = empty_masked(len(counts), 128, num_columns, DEVICE)
     for expert, count in enumerate(counts):
         part = reference.quantize_rows(torch.randn(count, num_columns, device=DEVICE))
         data.view(torch.uint8)[expert, :count] = part.data_TK.view(torch.uint8)

@@ -8,9 +8,9 @@ import torch
 from engine.attention import absorb_reference
 from engine.attention.paged_queries import PagedQueries
 from engine.formats.fp8_rows import Fp8Rows
-from engine.kernels import expert_reference, reference
+from engine.kernels import reference
 from engine.kernels.alignment import Alignment
-from engine.kernels.masked_rows import MaskedPlaces
+from engine.kernels.masked_rows import MaskedPlaces, empty_masked
 from engine.kernels.rotation import Rotation
 from engine.kernels.widths import check_latents, check_permute, check_queries, check_unpermute
 from engine.ops.latents import SPLIT_LATENTS, STORE_LATENTS
@@ -114,10 +114,10 @@ def test_rows_are_summed_from_as_many_as_were_laid_out(kind: str) -> None:
 
 def test_rows_are_spread_over_room_of_their_width() -> None:
     rows, places = reference.quantize_rows(torch.randn(TOKENS, 256)), places_of("masked").rows_TK
-    data, scale = expert_reference.empty_masked(3, 128, 256, torch.device("cpu"))
+    data, scale = empty_masked(3, 128, 256, torch.device("cpu"))
     check_permute(data, scale, rows, places)
-    narrow = expert_reference.empty_masked(3, 128, 128, torch.device("cpu"))
-    few = expert_reference.empty_masked(3, 64, 256, torch.device("cpu"))
+    narrow = empty_masked(3, 128, 128, torch.device("cpu"))
+    few = empty_masked(3, 64, 256, torch.device("cpu"))
     for room, tokens in (
         (narrow, places), ((data, few[1]), places), ((data, scale), places[:2]),
         ((data, scale.contiguous()), places), ((data[:, :, ::2], narrow[1]), places),
@@ -133,7 +133,7 @@ def test_formats_have_whole_groups() -> None:
     with pytest.raises(InternalError, match="rows of 144 bytes are wanted"):
         Fp8Rows.packed(torch.zeros(3, 128, dtype=torch.uint8), 128)
     with pytest.raises(InternalError, match="multiples of 4 and of 128"):
-        expert_reference.empty_masked(2, 126, 128, cpu)
+        empty_masked(2, 126, 128, cpu)
 
 
 def test_places_fit_what_is_laid_out() -> None:

@@ -23,7 +23,7 @@ from engine.memory.kv_pool import KVPool
 from engine.micro_batches import OverlapRule
 from engine.model.llama import LlamaForCausalLM
 from engine.model.registry import read_config, spec_of
-from engine.model.spec import ServedModel
+from engine.model.spec import ServedModel, check_dims
 from engine.options import ChunkSteps, EngineOptions, KVOptions, ModelOptions, TokenSteps
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups, RankGroup
@@ -250,5 +250,5 @@ def test_gpus_are_refused_with_what_is_missing(checkpoint: Path) -> None:
 
 def test_more_ranks_than_key_value_heads_are_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="num_key_value_heads = 4") as caught:
-        ParallelDims(tp=8).check_model(read_config(checkpoint))
+        check_dims(ParallelDims(tp=8), read_config(checkpoint))
     assert caught.value.path == "tp"

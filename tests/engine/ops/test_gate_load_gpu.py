@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK
+from engine.ops.routing_rule import RoutingRule
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.ops.gate import GROUP_LIMITED_TOPK, RoutingRule
+from engine.ops.gate import GROUP_LIMITED_TOPK
+from engine.ops.routing_rule import RoutingRule
 from tests.engine.triton_device import DEVICE, IS_INTERPRETED
 
 pytestmark = [

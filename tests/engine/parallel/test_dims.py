@@ -3,6 +3,7 @@
 import pytest
 
 from engine.config import DeepseekV3Config
+from engine.model.spec import check_dims
 from engine.parallel.dims import ParallelDims
 from runtime.errors import ConfigError
 from tests.engine.tiny import tiny_config
@@ -53,7 +54,7 @@ def test_models_that_cannot_be_split(
     changes: dict[str, int], dims: ParallelDims, axis: str, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        dims.check_model(DeepseekV3Config.from_hf(tiny_config(**changes)))
+        check_dims(dims, DeepseekV3Config.from_hf(tiny_config(**changes)))
     assert (caught.value.path, caught.value.fix) == (axis, fix)
 
 
@@ -61,12 +62,12 @@ def test_models_that_cannot_be_split(
     "dims", [ParallelDims(), ParallelDims(tp=4), ParallelDims(tp=4, ep=4), ParallelDims(dp=8, ep=8)]
 )
 def test_models_that_can(dims: ParallelDims) -> None:
-    dims.check_model(CONFIG)
+    check_dims(dims, CONFIG)
 
 
 def test_redundant_experts_count() -> None:
     dims = ParallelDims(dp=3, ep=3)
-    dims.check_model(CONFIG, num_physical_experts=9)
+    check_dims(dims, CONFIG, num_physical_experts=9)
 
 
 def test_more_ranks_than_devices() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.formats.base import run_experts
 from engine.formats.expert_rows import AlignedRows
 from engine.formats.stored_weight import StoredWeight
 from engine.kernels.masked_rows import MaskedRows
@@ -64,7 +65,7 @@ def run(
     own = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16() if with_own else None
     feed = quantize(KERNELS, hidden)
     rows, handle = dispatcher.start_dispatch(feed, ids, weights).wait()
-    out = rows.mlp(FORMAT, *weights_of(seed, share))
+    out = run_experts(FORMAT, rows, *weights_of(seed, share))
     summed = dispatcher.start_combine(out, handle, None if own is None else Ready(own)).wait()
     return summed, type(rows)
 

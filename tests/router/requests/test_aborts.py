@@ -7,6 +7,7 @@ import asyncio
 import aiohttp
 
 from router.metrics import RouterMetrics
+from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role, WorkerKey
 from router.requests.aborts import Aborts
 from router.requests.clients import WorkerClients
@@ -55,7 +56,7 @@ async def test_an_abort_of_a_life_that_is_over_is_not_repeated() -> None:
         asked.append(key)
         return len(asked) < 3
 
-    aborts = Aborts(clients, metrics.of_model("m"), is_alive=is_alive)
+    aborts = Aborts(clients, ModelMetrics(metrics, "m"), is_alive=is_alive)
     aborts.send(member_at("127.0.0.1:1"), "r", "over")
     async with asyncio.timeout(60):
         while aborts.num_pending:
@@ -67,7 +68,7 @@ async def test_an_abort_of_a_life_that_is_over_is_not_repeated() -> None:
 
 async def test_an_abort_is_given_up_in_the_end_and_counted() -> None:
     clients, metrics = WorkerClients(CREDENTIALS), RouterMetrics()
-    aborts = Aborts(clients, metrics.of_model("m"), is_alive=lambda _: True, total_s=0.3)
+    aborts = Aborts(clients, ModelMetrics(metrics, "m"), is_alive=lambda _: True, total_s=0.3)
     aborts.send(member_at("127.0.0.1:1"), "r", "over")
     async with asyncio.timeout(60):
         while aborts.num_pending:
@@ -78,7 +79,7 @@ async def test_an_abort_is_given_up_in_the_end_and_counted() -> None:
 
 async def test_the_end_of_the_process_waits_for_no_worker_that_is_away() -> None:
     clients, metrics = WorkerClients(CREDENTIALS), RouterMetrics()
-    aborts = Aborts(clients, metrics.of_model("m"), is_alive=lambda _: True)
+    aborts = Aborts(clients, ModelMetrics(metrics, "m"), is_alive=lambda _: True)
     aborts.send(member_at("127.0.0.1:1"), "r", "over")
     await asyncio.sleep(0.2)
     await asyncio.wait_for(aborts.close(), 60)

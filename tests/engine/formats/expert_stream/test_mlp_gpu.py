@@ -22,7 +22,7 @@ from engine.formats.fp8_rows import Fp8Rows
 from engine.formats.triton_gemm.limits import HOPPER
 from engine.kernels import expert_reference, reference
 from engine.kernels.fused.dependent import dependent_launches
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels.masked_rows import MaskedRows, empty_masked
 from engine.ops.activation import SILU_AND_MUL
 from engine.weights.fp8 import dequantize_block, quantize_block
 from runtime.errors import InternalError
@@ -75,7 +75,7 @@ def draw_experts(number: int, num_rows: int, num_columns: int) -> tuple[Tensor, 
 
 def draw_rows(counts: list[int], num_columns: int, max_rows: int = 128) -> MaskedRows:
     """Return random rows, and NaN in data and scales beyond them."""
-    data, scale = expert_reference.empty_masked(len(counts), max_rows, num_columns, DEVICE)
+    data, scale = empty_masked(len(counts), max_rows, num_columns, DEVICE)
     for expert, count in enumerate(counts):
         part = reference.quantize_rows(torch.randn(count, num_columns, device=DEVICE))
         data.view(torch.uint8)[expert, :count] = part.data_TK.view(torch.uint8)

@@ -17,8 +17,8 @@ from engine.formats.fp8_rows import Fp8Rows, packed_row_bytes
 from engine.formats.triton_gemm.candidates import candidates, shared_memory
 from engine.formats.triton_gemm.limits import ADA, AMPERE, HOPPER, DeviceLimits
 from engine.formats.triton_gemm.tiles import ProductShape, RowLayout, TileConfig
-from engine.kernels import expert_reference, reference
-from engine.kernels.masked_rows import MaskedRows
+from engine.kernels import reference
+from engine.kernels.masked_rows import MaskedRows, empty_masked
 from engine.ops.activation import SILU_AND_MUL
 from engine.weights.fp8 import quantize_block
 from tests.engine.relative_error import relative_error
@@ -163,7 +163,7 @@ def test_aligned_rows_and_blocks_of_no_expert(limits: DeviceLimits) -> None:
 def test_masked_rows(limits: DeviceLimits, expected_rows: int) -> None:
     counts = [3, 0, 128, 65]
     weight = draw_experts(4, 192, 256)
-    data, scale = expert_reference.empty_masked(4, 128, 256, DEVICE)
+    data, scale = empty_masked(4, 128, 256, DEVICE)
     for expert, count in enumerate(counts):
         part = draw_rows(count, 256)
         data.view(torch.uint8)[expert, :count] = part.data_TK.view(torch.uint8)
