@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+"""Environment of processes with GPUs: multicast is never used."""
 
 
 def count_devices() -> int:
@@ -19,3 +26,8 @@ def visible_devices(environment: Mapping[str, str], count: int) -> list[str]:
     if listed is None:
         return [str(number) for number in range(count)]
     return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def rotate(names: Sequence[str], first: int) -> list[str]:
+    """``names`` from number ``first`` on, then those before it."""
+    return [*names[first:], *names[:first]]

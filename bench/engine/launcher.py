@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Generic, TypeVar, cast
 
 from bench.torchrun import rendezvous_of
+from deploy.devices import NO_MULTICAST
 from deploy.errors import ClusterError
 from deploy.ports import free_port
 from engine.boot.jit_cache import use_jit_cache
@@ -25,12 +26,6 @@ from runtime.errors import ConfigError, TandemError
 from runtime.process import die_with_parent
 
 _HOST = "127.0.0.1"
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
-"""Environment of processes with GPUs: multicast is never used."""
 
 Options = TypeVar("Options")
 Result = TypeVar("Result")

@@ -19,11 +19,10 @@ from typing import Any
 
 import psutil
 
-from bench.engine.launcher import NO_MULTICAST
 from bench.engine.report import say
 from deploy.checks import check_config, resolve_config
 from deploy.child import Child, ChildReport
-from deploy.devices import count_devices, visible_devices
+from deploy.devices import NO_MULTICAST, count_devices, rotate, visible_devices
 from deploy.errors import ClusterError, ProcessDiedError
 from deploy.instance import Death
 from deploy.launcher import places_here
@@ -219,11 +218,6 @@ def _devices(plan: InstancePlan, first_device: int) -> dict[str, str]:
         return {}
     order = rotate(visible_devices(os.environ, count_devices()), first_device)
     return {**NO_MULTICAST, "CUDA_VISIBLE_DEVICES": ",".join(order)}
-
-
-def rotate(names: Sequence[str], first: int) -> list[str]:
-    """``names`` from number ``first`` on, then those before it."""
-    return [*names[first:], *names[:first]]
 
 
 def _stage_of(report: ChildReport, before: str) -> str:

@@ -22,9 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bench.engine.launcher import NO_MULTICAST
-from bench.pair.cluster import rotate
-from deploy.devices import visible_devices
+from deploy.devices import NO_MULTICAST, rotate, visible_devices
 from deploy.ports import free_port, free_ports
 from runtime.config import ClusterConfig
 from runtime.config_file import dump_config
