@@ -23,7 +23,7 @@ from deploy.errors import ClusterError
 from deploy.state import run_dir_of
 from deploy.sweep import find_processes, memory_of
 from runtime.config import ClusterConfig
-from runtime.config_file import dump_config
+from runtime.config.file import dump_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

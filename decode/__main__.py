@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from runtime.worker import WorkerOptions
+from worker.arguments import WorkerOptions
 from worker.run import RankService, run_worker
 
 

@@ -47,11 +47,11 @@ from kv_transfer.settings import tls_contexts, transport_options
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, Transport, peer_name
 from kv_transfer.transports import create_transport
 from runtime.garbage import set_aside
-from runtime.metrics import gauge_of
+from runtime.metrics.core import gauge_of
 from runtime.pb import decode_pb2
 from runtime.pb.common_pb2 import WorkerIdentity
-from runtime.wire import own_wire
-from runtime.worker import WorkerOptions
+from runtime.rpc.wire import own_wire
+from worker.arguments import WorkerOptions
 from worker.boot import boot_worker_rank
 from worker.engine_options import engine_options
 

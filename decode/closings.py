@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from decode.requests import Writer, writer_key
 from runtime.errors import RequestCancelledError, TandemError, TransferFailedError
 from runtime.pb import common_pb2, decode_pb2
-from runtime.wire import error_from_proto
+from runtime.rpc.wire import error_from_proto
 
 _GOOD_OUTCOMES = (
     decode_pb2.TICKET_OUTCOME_SENT,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from decode.requests import DecodeRequest
 from decode.tickets import Ticket
 from runtime.errors import TandemError, TransferFailedError
-from runtime.lifecycle import DecodeStatus
+from worker.lifecycle import DecodeStatus
 
 SENT_GRACE_S = 2.0
 """Flags are written before a part closes as sent: later than this after the last, they are lost."""

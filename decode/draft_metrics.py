@@ -10,7 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter
 
 from runtime.config.decode import MAX_DRAFTS
-from runtime.metrics import start_at_zero
+from runtime.metrics.core import start_at_zero
 from runtime.pb import registry_pb2
 
 

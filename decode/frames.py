@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from runtime.errors import TandemError
 from runtime.pb import common_pb2, decode_pb2
+from runtime.rpc.wire import error_to_proto, finish_reason_to_proto, logprobs_to_proto
 from runtime.sampling import FinishReason, PositionLogprobs
-from runtime.wire import error_to_proto, finish_reason_to_proto, logprobs_to_proto
 
 _DELTA_BYTES = 256
 _TOKEN_BYTES = 16

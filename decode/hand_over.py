@@ -18,9 +18,9 @@ from decode.tickets import Ticket, TicketDesk
 from engine.memory.block_pool import BlockPool
 from kv_transfer.receiver import Arrival
 from runtime.errors import TransferFailedError
-from runtime.lifecycle import DecodeStatus
 from runtime.pb import common_pb2, decode_pb2
 from runtime.sampling import FinishReason
+from worker.lifecycle import DecodeStatus
 
 
 class HandOver:

@@ -20,8 +20,8 @@ from decode.reservations import Reservations
 from decode.scheduler import DecodeScheduler
 from decode.tickets import TicketDesk, WriterDemand
 from runtime.errors import RequestCancelledError, TandemError
-from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason
+from worker.lifecycle import DecodeStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

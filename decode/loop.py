@@ -20,9 +20,9 @@ from engine.parallel.wait_recorder import WaitRecorder
 from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest
 from engine.step_error import StepError
-from runtime.endings import RankName, failure_of_requests
 from runtime.errors import TandemError
 from runtime.pb import registry_pb2
+from worker.endings import RankName, failure_of_requests
 from worker.step_loop import StepLoop
 
 EngineLoop = StepLoop[StepPlan]

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from decode.draft_metrics import DraftMetrics
 from decode.transfer_metrics import TransferMetrics
 from runtime.errors import ErrorCode, TandemError
-from runtime.lifecycle import DecodeStatus
-from runtime.metrics import (
+from runtime.metrics.core import (
     LATENCY_BUCKETS_S,
     REQUEST_BUCKETS_S,
     SHORT_BUCKETS_S,
@@ -22,6 +21,7 @@ from runtime.metrics import (
 )
 from runtime.pb import common_pb2, registry_pb2
 from runtime.sampling import FinishReason
+from worker.lifecycle import DecodeStatus
 
 _STEP_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 

@@ -14,7 +14,7 @@ from decode.requests import DecodeRequest, place_of
 from engine.memory.block_pool import BlockPool
 from engine.request import num_blocks_for
 from runtime.errors import InternalError
-from runtime.lifecycle import DecodeStatus
+from worker.lifecycle import DecodeStatus
 
 
 class PreemptedRequests:

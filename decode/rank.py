@@ -31,10 +31,10 @@ from runtime.errors import (
     TandemError,
     TransferFailedError,
 )
-from runtime.lifecycle import DecodeStatus
 from runtime.logging import fields, get_logger
 from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason
+from worker.lifecycle import DecodeStatus
 
 logger = get_logger(__name__)
 

@@ -13,10 +13,10 @@ from engine.request import Request
 from kv_transfer.transport import peer_name
 from runtime.budget import Budget
 from runtime.errors import TandemError
-from runtime.lifecycle import DecodeStatus, check_transition
 from runtime.pb import common_pb2
 from runtime.tiers import NO_TIER, Standing
-from runtime.trace import TraceContext
+from runtime.trace.context import TraceContext
+from worker.lifecycle import DecodeStatus, check_transition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

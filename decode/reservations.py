@@ -22,8 +22,8 @@ from decode.tickets import TicketDesk
 from engine.memory.block_pool import BlockPool
 from runtime.budget import Budget, BudgetKind
 from runtime.errors import StaleTicketError, TandemError
-from runtime.lifecycle import DecodeStatus
 from runtime.logging import fields, get_logger
+from worker.lifecycle import DecodeStatus
 
 logger = get_logger(__name__)
 

@@ -24,11 +24,11 @@ from decode.tickets import WriterDemand
 from runtime.background import BackgroundTasks
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from runtime.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
-from runtime.roles import Role
-from runtime.rpc import map_rpc_errors, open_channel
-from runtime.wire import identity
+from runtime.rpc.grpc_calls import map_rpc_errors, open_channel
+from runtime.rpc.wire import identity
 
 logger = get_logger(__name__)
 

@@ -39,9 +39,9 @@ from decode.tier_places import START_MARGIN, Places, has_tiers, last_to_yield
 from engine.memory.block_pool import BlockPool
 from engine.request import Request, ScheduledRequest
 from runtime.errors import InternalError
-from runtime.lifecycle import DecodeStatus
+from runtime.metrics.step_time import StepTime
 from runtime.sampling import FinishReason
-from runtime.step_time import StepTime
+from worker.lifecycle import DecodeStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ from grammar.constraints import AnyMatcher, Constraints
 from runtime.errors import DrainingError, RequestCancelledError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
+from runtime.rpc.wire import error_to_proto
 from runtime.sampling import FinishReason
-from runtime.wire import error_to_proto
 
 logger = get_logger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decode.requests import DecodeRequest
 from runtime.sampling import FinishReason
-from runtime.spans import Span, Spans
+from runtime.trace.spans import Span, Spans
 
 
 def record_request(spans: Spans, request: DecodeRequest, reason: FinishReason, now: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from decode.requests import DecodeRequest, place_of
-from runtime.step_time import StepTime
+from runtime.metrics.step_time import StepTime
 
 
 class TierCount(NamedTuple):

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from decode.closings import PartEnd
-from runtime.metrics import LATENCY_BUCKETS_S
+from runtime.metrics.core import LATENCY_BUCKETS_S
+from runtime.metrics.peer_series import PeerSeries
 from runtime.pb import decode_pb2
-from runtime.peer_series import PeerSeries
 
 MAX_TOLD_PEERS = 64
 """Writers of which the router is told at each renewal."""

@@ -30,13 +30,13 @@ from runtime.errors import (
     StaleTicketError,
 )
 from runtime.pb import common_pb2, decode_pb2
-from runtime.trace import current_trace
-from runtime.wire import (
+from runtime.rpc.wire import (
     same_identity,
     sampling_from_proto,
     standing_from_proto,
     why_refused,
 )
+from runtime.trace.context import current_trace
 
 LONG_CONTEXT = 8192
 """Tokens: from here on a context is read and hashed on a thread of its own."""

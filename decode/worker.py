@@ -32,12 +32,12 @@ from engine.boot.rank import use_device
 from engine.experts.votes import ExpertTurns, StandingExperts
 from grammar.constraints import Constraints
 from kv_transfer.receiver import Arrival
-from runtime.call_server import CallServer, CarriedMethod
 from runtime.errors import DrainingError, PeerLostError
-from runtime.otlp import open_spans
 from runtime.pb import cache_pb2_grpc, common_pb2, decode_pb2, decode_pb2_grpc, registry_pb2
-from runtime.rank_picture import block_to_proto
-from runtime.worker import WorkerOptions
+from runtime.rpc.call_server import CallServer, CarriedMethod
+from runtime.stragglers.rank_picture import block_to_proto
+from runtime.trace.otlp import open_spans
+from worker.arguments import WorkerOptions
 from worker.cache_log import CacheFeed
 from worker.cache_service import CacheService
 from worker.expert_load import open_expert_load, told_of

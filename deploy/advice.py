@@ -6,7 +6,7 @@ import argparse
 import difflib
 from collections.abc import Sequence
 
-from runtime.config_file import field_paths
+from runtime.config.file import field_paths
 
 _OF_OTHERS = {
     "serve": "up",

@@ -25,8 +25,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
-from runtime.net import TlsFiles, is_wildcard
-from runtime.roles import URI, Role
+from runtime.net.credentials import TlsFiles, is_wildcard
+from runtime.net.roles import URI, Role
 
 _LIFE = datetime.timedelta(days=3650)
 """Longer than a run: it would end in the middle of service."""

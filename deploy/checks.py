@@ -26,11 +26,11 @@ from kv_transfer.transports import expected_transport
 from router.keys.source import KeySource, key_source
 from router.keys.tiers import check_tiers_of, unreachable_tiers
 from runtime.config import ClusterConfig, ClusterSection, DecodeSection, PrefillSection
+from runtime.config.file import on_this_host
 from runtime.config.sizes import AUTO
-from runtime.config_file import on_this_host
 from runtime.errors import ConfigError
-from runtime.net import is_loopback, is_wildcard
-from runtime.network import address_towards, own_address
+from runtime.net.credentials import is_loopback, is_wildcard
+from runtime.net.hosts import address_towards, own_address
 from runtime.tiers import Tiers
 from runtime.tokenizer_file import TIKTOKEN, TOKENIZER, has_tokenizer
 from worker.engine_options import parallel_dims, recorded_load

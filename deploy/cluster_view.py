@@ -24,9 +24,9 @@ from deploy.plan import Role
 from deploy.pool_watch import PoolMember, PoolMembers, fetch_members
 from deploy.state import ClusterState, Phase, ProcessState
 from deploy.sweep import memory_of
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role as Callee
 from runtime.parsing import parse_json
-from runtime.roles import Role as Callee
 
 _TIMEOUT_S = 2.0
 _MAX_EXACT = 16

@@ -16,7 +16,7 @@ from deploy.errors import WrongArgumentError
 from deploy.plan import Role
 from deploy.pool_watch import PoolMembers
 from runtime.errors import DeadlineExceededError, TandemError
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -142,8 +142,8 @@ class _Drain:
 
     async def follow(self, rank: RankToDrain, num_ranks: int) -> None:
         # Imported late: the command line must answer without gRPC.
-        from runtime.roles import Role as Callee
-        from runtime.rpc import open_channel
+        from runtime.net.roles import Role as Callee
+        from runtime.rpc.grpc_calls import open_channel
 
         channel = open_channel(rank.address, self.credentials, Callee(rank.role))
         stub = _stub_of(rank.role, channel)
@@ -161,7 +161,7 @@ class _Drain:
 
     async def _ask(self, stub: DecodeStub | PrefillStub, rank: RankToDrain) -> None:
         from runtime.pb import common_pb2
-        from runtime.rpc import map_rpc_errors
+        from runtime.rpc.grpc_calls import map_rpc_errors
 
         request = common_pb2.DrainRequest(deadline_s=max(0.0, self.until - time.monotonic()))
         try:

@@ -13,8 +13,8 @@ from experts.trace import ExpertTrace
 from router.errors import RecordingError
 from router.pool import expert_recording
 from router.pool.expert_recording import Rank, Recorded, Wanted
-from runtime.net import Credentials
-from runtime.roles import Role as Callee
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role as Callee
 
 
 def instances_to_record(

@@ -22,7 +22,7 @@ from deploy.launcher import Launcher
 from deploy.plan import InstancePlan, Role, RunContext, plan_instances
 from deploy.pool_watch import PoolMember, PoolWatch
 from deploy.state import Phase, ProcessState
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
 

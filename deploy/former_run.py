@@ -15,9 +15,9 @@ from deploy.ray_settings import RaySettings
 from deploy.state import ClusterState, Phase, RunDir
 from deploy.sweep import clean_up
 from runtime.config import ClusterConfig
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from runtime.errors import ConfigError
-from runtime.roles import derived
+from runtime.net.roles import derived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from deploy.host_ranks import HostRanks
 from runtime.errors import ConfigError
-from runtime.net import Listen
+from runtime.net.credentials import Listen
 
 
 class HostHealth:

@@ -19,11 +19,11 @@ from deploy.plan import OWN_PYTHON, ProcessSpec, Role
 from deploy.ports import listen_at
 from deploy.rank_command import rank_command
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
-from runtime.config_file import secret_variables
+from runtime.config.file import secret_variables
 from runtime.errors import ConfigError
-from runtime.net import Credentials, Listen, is_loopback, join_address
-from runtime.roles import Role as Callee
-from runtime.router_names import parse_routers
+from runtime.net.credentials import Credentials, Listen, is_loopback, join_address
+from runtime.net.roles import Role as Callee
+from runtime.net.router_names import parse_routers
 
 METRICS_OFFSET = 100
 DATA_OFFSET = 200

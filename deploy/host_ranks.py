@@ -18,7 +18,7 @@ from deploy.child import Child
 from deploy.host_plan import RankPlan
 from runtime.background import tell_failure
 from runtime.logging import fields, get_logger
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
 
 logger = get_logger(__name__)
 

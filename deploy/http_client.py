@@ -8,9 +8,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.errors import ClusterError
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from runtime.parsing import parse_json
-from runtime.roles import Role
 
 
 def connect_http(

@@ -15,7 +15,7 @@ from deploy.child import ChildReport, LogPiece
 from deploy.places import Place, Places
 from deploy.plan import InstancePlan, ProcessSpec
 from deploy.ports import free_port
-from runtime.net import join_address
+from runtime.net.credentials import join_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from deploy.rank_command import rank_command
 from router.keys.source import KEYS_VARIABLE
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config.cluster import LOCAL_RAY
-from runtime.config_file import dump_config, secret_variables
-from runtime.net import Credentials, join_address
-from runtime.roles import Role as Callee
+from runtime.config.file import dump_config, secret_variables
+from runtime.net.credentials import Credentials, join_address
+from runtime.net.roles import Role as Callee
 
 if TYPE_CHECKING:
     from deploy.certificates import Authority

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from deploy.http_client import connect_http
 from deploy.plan import Role
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
 
 if TYPE_CHECKING:
     from runtime.pb.registry_pb2 import PoolSnapshot, WorkerRecord
@@ -84,9 +84,9 @@ class PoolWatch:
         """``waits`` for a router that is not up yet."""
         # Imported late: gRPC must not be loaded yet when Ray starts its daemons.
         from runtime.errors import TandemError
+        from runtime.net.roles import Role as Callee
         from runtime.pb import registry_pb2, registry_pb2_grpc
-        from runtime.roles import Role as Callee
-        from runtime.rpc import map_rpc_errors, open_channel
+        from runtime.rpc.grpc_calls import map_rpc_errors, open_channel
 
         channel = open_channel(address, self.credentials, Callee.ROUTER)
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kv_transfer.transports import expected_transport
 from runtime.config import ClusterConfig
-from runtime.net import is_loopback, is_wildcard, join_address
+from runtime.net.credentials import is_loopback, is_wildcard, join_address
 
 _EVERYWHERE = "0.0.0.0"
 _SECRET = "the secret"

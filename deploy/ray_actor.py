@@ -23,7 +23,7 @@ from deploy.places import Place
 from deploy.plan import KEY_NAME, ProcessSpec
 from deploy.ports import free_port
 from runtime.errors import ConfigError
-from runtime.network import choose_address, interface_of, own_interfaces
+from runtime.net.hosts import choose_address, interface_of, own_interfaces
 
 _ResultT = TypeVar("_ResultT")
 _START_TIMEOUT_S = 60.0

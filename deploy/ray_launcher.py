@@ -26,7 +26,7 @@ from deploy.ray_settings import RaySettings
 from deploy.room import describe_room, free_by_host
 from deploy.router_hosts import RouterHosts
 from runtime.config.cluster import ClusterSection
-from runtime.net import join_address
+from runtime.net.credentials import join_address
 
 _PLACEMENT_TIMEOUT_S = 60.0
 _LOOK_AGAIN_S = 1.0

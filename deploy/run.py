@@ -41,12 +41,12 @@ from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from deploy.sweep import clean_up
 from router.keys.source import KEYS_VARIABLE, asks_for_keys
 from runtime.config import ClusterConfig
-from runtime.config_file import SECRET_VARIABLE, cluster_credentials, dump_config
+from runtime.config.file import SECRET_VARIABLE, cluster_credentials, dump_config
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
-from runtime.net import Credentials
-from runtime.roles import Role as Callee
-from runtime.roles import derived
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role as Callee
+from runtime.net.roles import derived
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from kv_transfer.transports.tls import TlsContexts
 from runtime.config import ClusterConfig, KVTransferSection
 from runtime.faults import parse_faults
 from runtime.logging import fields, get_logger
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
 
 _log = get_logger(__name__)
 

@@ -26,8 +26,8 @@ from prefill.rank_plan import Closure, ClosureOutcome, PlanShape
 from prefill.scheduler import Scheduler
 from runtime.config import ClusterConfig, PrefillSection
 from runtime.garbage import set_aside
-from runtime.metrics import gauge_of
-from runtime.worker import WorkerOptions
+from runtime.metrics.core import gauge_of
+from worker.arguments import WorkerOptions
 from worker.boot import boot_worker_rank
 from worker.host import HostedRank
 

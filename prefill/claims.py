@@ -23,7 +23,7 @@ from runtime.budget import Budget
 from runtime.errors import DeadlineExceededError, InternalError, StaleTicketError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import decode_pb2
-from runtime.trace import TraceContext, use_trace
+from runtime.trace.context import TraceContext, use_trace
 
 logger = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from runtime.background import BackgroundTasks
 from runtime.errors import DeadlineExceededError, InternalError, PeerLostError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2
-from runtime.rpc import map_rpc_errors
+from runtime.rpc.grpc_calls import map_rpc_errors
 
 CALL_TIMEOUT_S = 5.0
 RETRY_DELAYS_S = (0.05, 0.2, 1.0)

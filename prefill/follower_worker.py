@@ -15,7 +15,7 @@ from prefill.follower import Follower
 from prefill.rank_link import FollowerLink
 from prefill.rank_plan import Closure
 from runtime.logging import get_logger
-from runtime.worker import WorkerOptions
+from worker.arguments import WorkerOptions
 from worker.expert_moves import open_expert_moves
 from worker.host import HostedRank, WorkerHost
 from worker.watched_thread import WatchedThread

@@ -33,8 +33,8 @@ from runtime.errors import (
     InternalError,
     TandemError,
 )
-from runtime.lifecycle import PrefillStatus
 from runtime.logging import fields, get_logger
+from worker.lifecycle import PrefillStatus
 
 logger = get_logger(__name__)
 

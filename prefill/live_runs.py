@@ -37,8 +37,8 @@ from runtime.errors import (
 )
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
-from runtime.trace import TraceContext, current_trace
-from runtime.wire import error_to_proto
+from runtime.rpc.wire import error_to_proto
+from runtime.trace.context import TraceContext, current_trace
 
 REMEMBER_MARGIN_S = 60.0
 MAX_REMEMBER_S = 3600.0

@@ -43,12 +43,12 @@ from prefill.request import Chunk
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from prefill.stall import StallMeter
-from runtime.endings import RankName
 from runtime.errors import TandemError
-from runtime.lifecycle import PrefillStatus
-from runtime.watchdog import WatchdogOptions
+from worker.endings import RankName
+from worker.lifecycle import PrefillStatus
 from worker.step_driver import LoopOptions
 from worker.step_loop import StepLoop
+from worker.watchdog import WatchdogOptions
 
 AHEAD_POLL_S = 0.0005
 """While the last step runs and nothing else can: so often it is looked at, between commands."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from prefill.rank_plan import Closure
 from prefill.request import Grant, PrefillRequest
-from runtime.endings import RankName, failure_of_requests, refusal_of_calls
 from runtime.errors import TandemError
 from runtime.sampling import FinishReason, PositionLogprobs
 from runtime.tiers import TierTokens
+from worker.endings import RankName, failure_of_requests, refusal_of_calls
 
 
 @dataclass(frozen=True, slots=True)

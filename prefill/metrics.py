@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prefill.messages import FirstTokenSampled, LoopLoad, PartClosed
 from prefill.transfer_metrics import TransferMetrics
 from runtime.errors import ErrorCode, TandemError
-from runtime.metrics import (
+from runtime.metrics.core import (
     LATENCY_BUCKETS_S,
     REQUEST_BUCKETS_S,
     SHORT_BUCKETS_S,

@@ -20,8 +20,8 @@ from kv_transfer.transport import peer_name
 from runtime.errors import InternalError, LayoutMismatchError, StaleTicketError, TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
-from runtime.rpc import map_rpc_errors
-from runtime.wire import error_from_proto, own_wire, same_identity, why_refused
+from runtime.rpc.grpc_calls import map_rpc_errors
+from runtime.rpc.wire import error_from_proto, own_wire, same_identity, why_refused
 
 logger = get_logger(__name__)
 

@@ -16,7 +16,7 @@ from runtime.background import BackgroundTasks
 from runtime.errors import TandemError
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, decode_pb2
-from runtime.rpc import map_rpc_errors
+from runtime.rpc.grpc_calls import map_rpc_errors
 
 MIN_INTERVAL_S = 0.2
 MAX_INTERVAL_S = 5.0

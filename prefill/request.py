@@ -14,9 +14,9 @@ from engine.request import Request, ScheduledRequest, num_blocks_for
 from kv_transfer.ticket import PeerEndpoint, SendTicket
 from runtime.budget import Budget
 from runtime.errors import TandemError
-from runtime.lifecycle import PrefillStatus, check_transition
 from runtime.sampling import FinishReason, PositionLogprobs
 from runtime.tiers import NO_TIER, Standing
+from worker.lifecycle import PrefillStatus, check_transition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,9 +37,9 @@ from prefill.tier_claims import has_place, place_of
 from prefill.tier_shares import StepLimits, Want, share_among_tiers
 from runtime.block_hash import max_cached_blocks
 from runtime.errors import InternalError, OutOfBlocksError
-from runtime.lifecycle import PrefillStatus
-from runtime.step_time import StepTime
+from runtime.metrics.step_time import StepTime
 from runtime.tiers import TierTokens, first_of_tiers
+from worker.lifecycle import PrefillStatus
 
 CLAIM_PATIENCE_S = 0.1
 """Longer than any round trip: a claim that takes longer waits for room in decode."""

@@ -33,8 +33,7 @@ from runtime.errors import (
 )
 from runtime.logging import fields, get_logger
 from runtime.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
-from runtime.sampling import SamplingParams
-from runtime.wire import (
+from runtime.rpc.wire import (
     error_to_proto,
     finish_reason_to_proto,
     logprobs_to_proto,
@@ -42,6 +41,7 @@ from runtime.wire import (
     sampling_from_proto,
     standing_from_proto,
 )
+from runtime.sampling import SamplingParams
 
 DRAIN_ANSWER_SHARE = 0.8
 """Of the time of a call, after which it is told what is left."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefill.live_runs import LiveRun
 from prefill.messages import FirstTokenSampled
-from runtime.spans import Span, Spans
+from runtime.trace.spans import Span, Spans
 
 
 def record_run(spans: Spans, run: LiveRun, now: float) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from prefill.fair_share import share_tokens
-from runtime.step_time import StepTime
+from runtime.metrics.step_time import StepTime
 
 
 class Want(NamedTuple):

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from prefill.messages import PartClosed
 from prefill.rank_plan import ClosureOutcome
-from runtime.metrics import BYTES_BUCKETS, LATENCY_BUCKETS_S, SHORT_BUCKETS_S
-from runtime.peer_series import PeerSeries
+from runtime.metrics.core import BYTES_BUCKETS, LATENCY_BUCKETS_S, SHORT_BUCKETS_S
+from runtime.metrics.peer_series import PeerSeries
 
 _DESCRIPTOR_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 

@@ -19,8 +19,8 @@ from runtime.errors import (
     StaleTicketError,
 )
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
+from runtime.rpc.wire import same_identity
 from runtime.sampling import MAX_PROMPT_LOGPROBS, SamplingParams, num_prompt_values
-from runtime.wire import same_identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,13 +37,13 @@ from prefill.service import PrefillService
 from prefill.spans import record_run
 from prefill.stall import StallMeter
 from prefill.validation import RunLimits
-from runtime.call_server import CallServer, CarriedMethod
-from runtime.otlp import open_spans
+from runtime.net.roles import Role
 from runtime.pb import cache_pb2_grpc, common_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
-from runtime.roles import Role
-from runtime.rpc import open_channel
-from runtime.wire import tier_tokens_to_proto
-from runtime.worker import WorkerOptions
+from runtime.rpc.call_server import CallServer, CarriedMethod
+from runtime.rpc.grpc_calls import open_channel
+from runtime.rpc.wire import tier_tokens_to_proto
+from runtime.trace.otlp import open_spans
+from worker.arguments import WorkerOptions
 from worker.cache_log import CacheFeed
 from worker.cache_service import CacheService
 from worker.expert_load import open_expert_load, told_of

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from router.service import HttpWorkerService, RouterService
-from runtime.config_file import load_own_config
+from runtime.config.file import load_own_config
 from runtime.errors import ConfigError
 from runtime.garbage import set_aside
 from runtime.logging import configure_logging, get_logger

@@ -32,7 +32,7 @@ from router.routing.policy import PairingPolicy
 from router.routing.prefixes import Prefixes
 from router.text.grammar.compilers import Compilers
 from runtime.config import RouterSection
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
 from runtime.tiers import Tiers
 
 MayUse = Callable[[Sequence[str]], bool]

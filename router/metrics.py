@@ -13,7 +13,7 @@ from router.rank_metrics import RankMetrics
 from router.shared_metrics import SharedMetrics
 from router.tally import CountTally
 from router.tier_metrics import TierMetrics
-from runtime.metrics import (
+from runtime.metrics.core import (
     ITL_BUCKETS_S,
     LATENCY_BUCKETS_S,
     LENGTH_BUCKETS,
@@ -22,8 +22,8 @@ from runtime.metrics import (
     render_metrics,
     start_at_zero,
 )
-from runtime.process_metrics import ProcessMetrics
-from runtime.vllm_names import VllmNames
+from runtime.metrics.process import ProcessMetrics
+from runtime.metrics.vllm_names import VllmNames
 
 _OF_KEYS = ("key", "outcome")
 MAX_KEY_LABELS = 2000

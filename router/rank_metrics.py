@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from runtime.rank_picture import RankPicture
-from runtime.slow_ranks import SlowKind
+from runtime.stragglers.rank_picture import RankPicture
+from runtime.stragglers.slow_ranks import SlowKind
 
 
 class RankMetrics:

@@ -32,13 +32,13 @@ from router.model import load_served_models
 from router.pool.registry import Registry
 from router.pool.registry_service import RegistryService, watch_forever
 from runtime.config import ClusterConfig, RouterSection
-from runtime.config_file import cluster_credentials, secret_variables
+from runtime.config.file import cluster_credentials, secret_variables
 from runtime.logging import get_logger
-from runtime.net import Credentials, Listen, join_address
+from runtime.net.credentials import Credentials, Listen, join_address
+from runtime.net.roles import Role
 from runtime.pb import keys_pb2_grpc, registry_pb2_grpc
 from runtime.process import dying_with_us
-from runtime.roles import Role
-from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
+from runtime.rpc.grpc_calls import CONTROL_LIMITS, bind_port, create_server
 from runtime.tiers import Tiers
 
 logger = get_logger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
-from runtime.metrics import ITL_BUCKETS_S, TTFT_BUCKETS_S, start_at_zero
+from runtime.metrics.core import ITL_BUCKETS_S, TTFT_BUCKETS_S, start_at_zero
 from runtime.tiers import Standing
 
 RESULTS = ("met", "missed")

@@ -12,7 +12,7 @@ from contextvars import Context, copy_context
 from typing import Any
 
 from runtime.logging import fields, get_logger
-from runtime.trace import without_trace
+from runtime.trace.context import without_trace
 
 logger = get_logger(__name__)
 

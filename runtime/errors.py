@@ -2,7 +2,7 @@
 
 Foreign errors (gRPC, Ray, transfer libraries) are mapped to these where they appear.
 A message says what is wrong, the value, and the fix; the request id travels beside it.
-``runtime.wire`` carries them between processes.
+``runtime.rpc.wire`` carries them between processes.
 """
 
 from __future__ import annotations

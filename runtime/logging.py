@@ -12,7 +12,7 @@ import sys
 import time
 from typing import TextIO
 
-from runtime.trace import trace_id
+from runtime.trace.context import trace_id
 
 
 class _LineFormatter(logging.Formatter):

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from router.models_file import MAX_MODELS, ModelEntry  # noqa: E402
 from runtime.config import ClusterConfig  # noqa: E402
-from runtime.config_file import parse_config  # noqa: E402
+from runtime.config.file import parse_config  # noqa: E402
 from runtime.errors import ConfigError  # noqa: E402
 
 CHART = ROOT / "helm" / "tandem"

@@ -26,7 +26,7 @@ from deploy.plan import num_devices_needed, plan_instances
 from router.keys.file import read_keys
 from router.models_file import read_models
 from runtime.config import ClusterConfig
-from runtime.config_file import dump_config, load_config, parse_config, with_settings
+from runtime.config.file import dump_config, load_config, parse_config, with_settings
 from tests.deploy.test_help import ALL as HELPS
 from tests.deploy.test_help import examples
 

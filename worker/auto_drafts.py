@@ -20,7 +20,7 @@ from runtime.config import ClusterConfig
 from runtime.config.decode import DEFAULT_DRAFTS
 from runtime.errors import ConfigError
 from runtime.logging import fields, get_logger
-from runtime.worker import WorkerOptions
+from worker.arguments import WorkerOptions
 from worker.engine_options import engine_options
 
 logger = get_logger(__name__)

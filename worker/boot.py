@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.boot.rank import BootedRank, boot_rank
-from runtime.worker import WorkerOptions
+from worker.arguments import WorkerOptions
 from worker.engine_options import engine_options, model_options, parallel_dims, recorded_load
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 
 from runtime.pb import cache_pb2, cache_pb2_grpc, common_pb2, registry_pb2
-from runtime.wire import same_identity
+from runtime.rpc.wire import same_identity
 from worker.cache_log import CacheEvents, CacheFeed, CacheLog
 
 MAX_FRAME_BLOCKS = 16_384

@@ -20,7 +20,7 @@ from engine.operations import do_nothing
 from experts.balancedness import Balancedness, balancedness_of, rank_rows
 from experts.noise_floor import Routing, UniformPasses
 from experts.windows import LoadWindow, LoadWindows, ReadableCounts, TakeWindow
-from runtime.metrics import gauge_of
+from runtime.metrics.core import gauge_of
 
 MAX_BYTES_BEHIND = 256 * 2**20
 """Of windows that a follower has not read; one that is further behind is given up."""

@@ -23,8 +23,8 @@ from engine.operations import do_nothing
 from kv_transfer.settings import tls_contexts, transport_options
 from kv_transfer.transport import Transport, peer_name
 from kv_transfer.transports import create_transport
-from runtime.metrics import counter_of, gauge_of
-from runtime.worker import WorkerOptions
+from runtime.metrics.core import counter_of, gauge_of
+from worker.arguments import WorkerOptions
 from worker.expert_carrier import TransportCarrier
 from worker.expert_load import ExpertLoadFeed
 from worker.expert_plans import ExpertPlans, open_expert_plans

@@ -25,7 +25,7 @@ from experts.timed_plans import PlanCounts, ServedExperts, TimedPlans
 from experts.windows import LoadWindow
 from runtime.config import DecodeSection, PrefillSection
 from runtime.errors import ConfigError
-from runtime.metrics import counter_of, gauge_of
+from runtime.metrics.core import counter_of, gauge_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

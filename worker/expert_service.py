@@ -11,7 +11,7 @@ import numpy as np
 from experts.balance import Table
 from experts.windows import LoadWindow
 from runtime.pb import common_pb2, experts_pb2, experts_pb2_grpc
-from runtime.worker import WorkerOptions
+from worker.arguments import WorkerOptions
 from worker.expert_load import ExpertLoadFeed
 
 POLL_S = 0.2

@@ -15,8 +15,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge
 
 from runtime.garbage import CollectorPauses
-from runtime.metrics import counter_of, gauge_of
-from runtime.process_metrics import ProcessMetrics
+from runtime.metrics.core import counter_of, gauge_of
+from runtime.metrics.process import ProcessMetrics
 from worker.step_loop import StepLoop
 
 PROBE_S = 0.5

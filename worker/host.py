@@ -22,17 +22,17 @@ from prometheus_client import CollectorRegistry
 
 from engine.parallel.groups import ProcessGroups
 from runtime.background import tell_failure
-from runtime.call_server import CallServer
-from runtime.daemon import run_on_daemon
 from runtime.errors import DrainingError
 from runtime.logging import fields, get_logger
-from runtime.metrics import MetricsServer, gauge_of
+from runtime.metrics.core import MetricsServer, gauge_of
+from runtime.metrics.vllm_names import VllmNames
 from runtime.pb import common_pb2, registry_pb2
-from runtime.registration import RegistryClient
-from runtime.rpc import bind_port, create_server
-from runtime.vllm_names import VllmNames
-from runtime.wire import identity
-from runtime.worker import WorkerOptions
+from runtime.rpc.call_server import CallServer
+from runtime.rpc.grpc_calls import bind_port, create_server
+from runtime.rpc.registration import RegistryClient
+from runtime.rpc.wire import identity
+from worker.arguments import WorkerOptions
+from worker.daemon import run_on_daemon
 from worker.health import Health
 from worker.load_lines import tell_load
 

@@ -15,7 +15,7 @@ from runtime.errors import ConfigError
 from runtime.logging import configure_logging, get_logger
 from runtime.process import limit_threads
 from runtime.service import Service, run_service
-from runtime.worker import WorkerOptions, parse_worker_options
+from worker.arguments import WorkerOptions, parse_worker_options
 
 logger = get_logger(__name__)
 

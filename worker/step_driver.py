@@ -11,10 +11,10 @@ from typing import Protocol, TypeVar
 from engine.experts.votes import ExpertTurns, StandingExperts
 from engine.pending_step import PendingStep, StepResult
 from engine.step_error import StepError
-from runtime.endings import RankName
 from runtime.errors import TandemError
 from runtime.logging import get_logger
-from runtime.watchdog import WatchdogOptions
+from worker.endings import RankName
+from worker.watchdog import WatchdogOptions
 
 logger = get_logger(__name__)
 

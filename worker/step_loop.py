@@ -36,12 +36,12 @@ from engine.experts.votes import ExpertTurns
 from engine.parallel.lockstep import GroupState, IdlePace, Lockstep, RankState
 from engine.pending_step import PendingStep
 from engine.step_error import StepError, reason_of_end
-from runtime.endings import refusal_of_calls
 from runtime.errors import InternalError, PeerLostError, TandemError
 from runtime.logging import get_logger
-from runtime.watchdog import StepOverdueError
 from worker.command_queue import CommandQueue
+from worker.endings import refusal_of_calls
 from worker.step_driver import LoopOptions, PlanT, StepDriver
+from worker.watchdog import StepOverdueError
 from worker.watched_thread import WatchedThread
 
 logger = get_logger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
-from runtime.watchdog import AbandonedError, Watchdog, WatchdogOptions
+from worker.watchdog import AbandonedError, Watchdog, WatchdogOptions
 
 
 class WatchedThread:

@@ -49,9 +49,9 @@ from engine.sampling.inputs import SampledToken
 from kv_transfer.metadata import SlotArray, SlotLayout
 from kv_transfer.ownership import Quarantine
 from runtime.budget import Budget, BudgetKind
-from runtime.lifecycle import DecodeStatus
 from runtime.pb import decode_pb2
 from runtime.sampling import SamplingParams
+from worker.lifecycle import DecodeStatus
 
 BLOCK_SIZE = 64
 VOCAB_SIZE = 1024

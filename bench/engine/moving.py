@@ -22,8 +22,8 @@ from engine.experts.rebalancer import Rebalancer, Stage
 from engine.experts.votes import ExpertTurns, StandingExperts, Verdict, Word
 from experts.windows import LoadWindow
 from kv_transfer.settings import with_resolved_transport
-from runtime.net import Credentials, Listen
-from runtime.worker import WorkerOptions
+from runtime.net.credentials import Credentials, Listen
+from worker.arguments import WorkerOptions
 from worker.expert_load import ExpertLoadFeed
 from worker.expert_moves import ExpertMoves, open_expert_moves
 

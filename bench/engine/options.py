@@ -17,7 +17,7 @@ from bench.engine.plays import Plays, check_plays
 from engine.draft_choices import AUTO_DRAFTS
 from engine.parallel.deep_ep_shape import ROW_TILE
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
-from runtime.config_file import split_setting, with_settings
+from runtime.config.file import split_setting, with_settings
 from runtime.errors import ConfigError
 
 BLOCK_SIZE = 64

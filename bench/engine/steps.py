@@ -26,8 +26,8 @@ from engine.parallel.wait_recorder import WaitRecorder
 from engine.pending_step import PendingStep, StepResult
 from engine.request import ScheduledRequest
 from engine.step_error import StepError
-from runtime.endings import RankName
 from runtime.errors import TandemError
+from worker.endings import RankName
 from worker.step_driver import LoopOptions
 from worker.step_loop import StepLoop
 

@@ -37,8 +37,8 @@ from deploy.plan import (
 )
 from deploy.sweep import clean_up
 from runtime.config import ClusterConfig
-from runtime.config_file import dump_config
-from runtime.net import Credentials
+from runtime.config.file import dump_config
+from runtime.net.credentials import Credentials
 
 _POLL_S = 0.1
 _SHOW_S = 10.0

@@ -18,7 +18,7 @@ from runtime.config import (
     PrefillSection,
     RouterSection,
 )
-from runtime.config_file import with_settings
+from runtime.config.file import with_settings
 from runtime.errors import ConfigError
 
 BLOCK_SIZE = 64

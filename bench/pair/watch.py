@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.engine.report import Report
 from bench.pair.client import clock
-from runtime.lifecycle import DecodeStatus
+from worker.lifecycle import DecodeStatus
 
 INTERVAL_S = 0.5
 """A snapshot takes a worker about 3 ms, beside its engine loop."""

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.ranks.played import Fault, play
-from runtime.slow_ranks import Finding, SlowKind, find_slow
+from runtime.stragglers.slow_ranks import Finding, SlowKind, find_slow
 
 RANKS = (4, 8, 16, 72)
 CHUNK = 50

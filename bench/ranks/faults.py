@@ -24,7 +24,7 @@ from engine.operations import do_nothing
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.rank_flags import SocketFlags
 from runtime.errors import ConfigError
-from runtime.slow_ranks import SlowKind
+from runtime.stragglers.slow_ranks import SlowKind
 
 Place = tuple[SlowKind, int, int]
 """Kind, rank, and of a link the source."""

@@ -43,8 +43,8 @@ from bench.ranks.live import LiveRank, Stretch
 from bench.ranks.quiet import beside_others, median_own_s, run_quiet, show_quiet
 from engine.graphs.graph_runner import GraphRunner
 from runtime.errors import ConfigError
-from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase
-from runtime.slow_ranks import Finding
+from runtime.stragglers.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase
+from runtime.stragglers.slow_ranks import Finding
 
 NO_FAULT = "none"
 """Asked for in place of faults: only the steps without one, however many seconds."""

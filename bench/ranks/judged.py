@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from bench.ranks.faults import Place
-from runtime.rank_judge import MOST_BLOCKS, RankJudge
-from runtime.rank_waits import BLOCKS_OF_WINDOW, RankBlock, window_of
-from runtime.slow_ranks import Finding, describe_finding
+from runtime.stragglers.rank_judge import MOST_BLOCKS, RankJudge
+from runtime.stragglers.rank_waits import BLOCKS_OF_WINDOW, RankBlock, window_of
+from runtime.stragglers.slow_ranks import Finding, describe_finding
 
 Blocks = Mapping[int, Sequence[RankBlock]]
 """Of every rank, as many of each, in the order of time."""

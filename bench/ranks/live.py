@@ -30,8 +30,8 @@ from engine.parallel.all_to_all_dispatcher import AllToAllDispatcher
 from engine.parallel.nvlink.dispatcher import NvlinkDispatcher
 from engine.parallel.wait_recorder import WaitRecorder
 from engine.request import ScheduledRequest
-from runtime.rank_waits import Phase, RankBlock
-from runtime.slow_ranks import Finding
+from runtime.stragglers.rank_waits import Phase, RankBlock
+from runtime.stragglers.slow_ranks import Finding
 from worker.engine_options import engine_options
 from worker.step_driver import steps_ahead
 

@@ -15,8 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Floats, Phase, WaitWindow
-from runtime.robust import middle_mean
+from runtime.stragglers.rank_waits import (
+    BLOCKS_OF_WINDOW,
+    STEPS_OF_BLOCK,
+    Floats,
+    Phase,
+    WaitWindow,
+)
+from runtime.stragglers.robust import middle_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

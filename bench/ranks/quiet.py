@@ -27,8 +27,8 @@ from bench.ranks.judged import (
 from bench.ranks.live import LiveRank, Stretch
 from engine.graphs.graph_runner import GraphRunner
 from router.pool.rank_watch import LOOK_S
-from runtime.rank_waits import STEPS_OF_BLOCK, Floats, Phase
-from runtime.slow_ranks import Finding
+from runtime.stragglers.rank_waits import STEPS_OF_BLOCK, Floats, Phase
+from runtime.stragglers.slow_ranks import Finding
 
 PART_S = 60.0
 """Of steps, between two lines of what was found."""

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from bench.ranks.detection import CASES, Case, places_of
 from bench.ranks.played import Fault, PlayedRanks, Timing
-from runtime.rank_judge import MOST_BLOCKS, RankJudge
-from runtime.rank_waits import BLOCKS_OF_WINDOW, WaitWindow, joined_in_time
-from runtime.slow_ranks import Finding
+from runtime.stragglers.rank_judge import MOST_BLOCKS, RankJudge
+from runtime.stragglers.rank_waits import BLOCKS_OF_WINDOW, WaitWindow, joined_in_time
+from runtime.stragglers.slow_ranks import Finding
 
 LOOKS = 1800
 """Of an hour: one in 2 s."""

@@ -22,7 +22,7 @@ from bench.router.load import HOST, Router
 from deploy.checks import resolve_config
 from deploy.ports import free_port
 from runtime.config import ClusterConfig
-from runtime.config_file import SECRET_VARIABLE, dump_config
+from runtime.config.file import SECRET_VARIABLE, dump_config
 
 READY_S = 60.0
 ROOT = Path(__file__).parents[2]

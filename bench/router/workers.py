@@ -16,8 +16,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.call_server import CallServer, CarriedMethod
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
 from runtime.pb import (
     common_pb2,
     decode_pb2,
@@ -26,8 +25,9 @@ from runtime.pb import (
     prefill_pb2_grpc,
     registry_pb2,
 )
-from runtime.registration import RegistryClient
-from runtime.rpc import bind_port, create_server
+from runtime.rpc.call_server import CallServer, CarriedMethod
+from runtime.rpc.grpc_calls import bind_port, create_server
+from runtime.rpc.registration import RegistryClient
 
 HOST = "127.0.0.1"
 FIRST_TOKEN_ID = 300

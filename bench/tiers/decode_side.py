@@ -12,7 +12,7 @@ from decode.offload import HostBlockStore
 from decode.requests import DecodeRequest
 from decode.scheduler import DecodeScheduler
 from engine.memory.block_pool import BlockPool
-from runtime.lifecycle import DecodeStatus
+from worker.lifecycle import DecodeStatus
 
 MAX_MODEL_LEN = 2**20
 

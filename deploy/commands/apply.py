@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.commands.common import add_command
 from deploy.commands.follow import add_operation_arguments, run_operation
-from runtime.config_file import dump_config, load_config
+from runtime.config.file import dump_config, load_config
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers

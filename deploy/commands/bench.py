@@ -23,7 +23,7 @@ from bench.pair.command import run as run_pair
 from bench.tuner.command import add_arguments as add_tune_arguments
 from bench.tuner.command import run as run_tune
 from deploy.commands.common import add_command
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from deploy.commands.common import add_command
 from deploy.errors import WrongArgumentError
-from runtime.roles import Role
+from runtime.net.roles import Role
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers

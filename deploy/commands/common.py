@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from deploy.errors import ClusterError
 from deploy.state import ClusterState, RunDir, find_run_dir
 from runtime.config import ClusterConfig
-from runtime.config_file import load_config, with_settings
+from runtime.config.file import load_config, with_settings
 from runtime.errors import ConfigError
 from runtime.hub_model import HubModel
-from runtime.net import Credentials
-from runtime.roles import Role
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

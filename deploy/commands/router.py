@@ -9,9 +9,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.config_file import cluster_credentials, dump_config, load_config, secret_variables
+from runtime.config.file import cluster_credentials, dump_config, load_config, secret_variables
 from runtime.errors import ConfigError
-from runtime.roles import Role
+from runtime.net.roles import Role
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers

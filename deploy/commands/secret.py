@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from deploy.commands.common import add_command
 from runtime.config import ClusterConfig
-from runtime.config_file import cluster_credentials, load_config
-from runtime.roles import Role
+from runtime.config.file import cluster_credentials, load_config
+from runtime.net.roles import Role
 
 if TYPE_CHECKING:
     from deploy.commands.common import Subparsers

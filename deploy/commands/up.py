@@ -28,7 +28,7 @@ from deploy.errors import ClusterError
 from deploy.model_folder import with_model
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
 from runtime.config import ClusterConfig
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from runtime.logging import configure_logging
 
 if TYPE_CHECKING:

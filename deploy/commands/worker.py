@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from runtime.config_file import cluster_credentials, dump_config, load_config
-from runtime.net import Listen
-from runtime.roles import Role as Callee
+from runtime.config.file import cluster_credentials, dump_config, load_config
+from runtime.net.credentials import Listen
+from runtime.net.roles import Role as Callee
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from deploy.commands.common import Subparsers
     from deploy.host_plan import HostPlace, RankPlan
     from runtime.config import ClusterConfig
-    from runtime.net import Credentials
+    from runtime.net.credentials import Credentials
 
 _GRACE_S = 30.0
 _PORT_BASE = 9000

@@ -34,7 +34,7 @@ from deploy.fleet import Fleet
 from deploy.instance import Instance
 from deploy.plan import Role, num_devices_needed, plan_instances
 from runtime.config import ClusterConfig
-from runtime.config_file import parse_config
+from runtime.config.file import parse_config
 from runtime.parsing import parse_toml
 
 

@@ -15,10 +15,10 @@ import grpc.aio
 
 from deploy.errors import ClusterError, RefusedError, WrongArgumentError
 from deploy.state import ClusterState
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from runtime.pb import controller_pb2_grpc
-from runtime.roles import Role
-from runtime.rpc import open_channel
+from runtime.rpc.grpc_calls import open_channel
 
 Call = Callable[[Any], Any]
 """From a ``ControllerStub`` to the answers of one of its calls."""

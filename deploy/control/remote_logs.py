@@ -13,10 +13,10 @@ import grpc.aio
 from deploy.control.client import asked_of, controller_address
 from deploy.log_reader import MAX_CHUNK_BYTES, LogChunk, whole_lines
 from deploy.state import ClusterState
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from runtime.pb import controller_pb2, controller_pb2_grpc
-from runtime.roles import Role
-from runtime.rpc import open_channel
+from runtime.rpc.grpc_calls import open_channel
 
 _FIRST_TAIL_BYTES = 64 << 10
 _MAX_TAIL_BYTES = 16 << 20

@@ -26,10 +26,10 @@ from deploy.errors import ClusterError, WrongArgumentError
 from deploy.fleet import Fleet
 from deploy.plan import Role
 from runtime.errors import ConfigError
-from runtime.net import Listen
+from runtime.net.credentials import Listen
 from runtime.pb import controller_pb2 as pb
 from runtime.pb import controller_pb2_grpc
-from runtime.rpc import CONTROL_LIMITS, bind_port, create_server
+from runtime.rpc.grpc_calls import CONTROL_LIMITS, bind_port, create_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Prepare = Callable[[], Awaitable[Prepared]]

@@ -18,7 +18,7 @@ from deploy.fleet import Fleet
 from deploy.model_folder import model_like
 from deploy.plan import Role
 from runtime.config import ClusterConfig
-from runtime.config_file import dump_config
+from runtime.config.file import dump_config
 
 MAIN_FILE = "config.toml"
 _REVISION = re.compile(r"config-(\d+)\.toml")

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.experts.expert_tensors import ExpertTensors, content_bytes
+from engine.memory.host_memory import free_bytes
 from engine.parallel.groups import RankGroup
 from runtime.errors import ConfigError, InternalError
-from runtime.host_memory import free_bytes
 
 GIB: Final = 2**30
 

@@ -24,7 +24,7 @@ from engine.parallel.row_formats import (
     sum_per_token,
 )
 from engine.parallel.wait_recorder import WaitRecorder
-from runtime.rank_waits import Phase
+from runtime.stragglers.rank_waits import Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

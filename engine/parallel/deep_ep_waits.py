@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.device_span import DeviceSpan
 from engine.host_copy import HostCopies
 from engine.parallel.device_waits import StepWaits, WaitReading
-from runtime.rank_waits import Phase
+from runtime.stragglers.rank_waits import Phase
 
 _CYCLES_PER_SECOND: Final = 1.98e9
 """Of a Hopper GPU, at most."""

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from runtime.rank_waits import Phase
+from runtime.stragglers.rank_waits import Phase
 
 Ints = npt.NDArray[np.int64]
 _NS: float = 1e-9

@@ -26,7 +26,7 @@ from engine.parallel.pair_rows import PairRows
 from engine.parallel.peer_exchange import PeerGathers, PeerSums
 from engine.parallel.pending import Pending, Ready, Then
 from runtime.errors import PeerLostError
-from runtime.net import is_loopback
+from runtime.net.credentials import is_loopback
 
 # The two collectives of every layer are asked of the group itself: the library's functions around
 # them look, on every call, for cases that there are none of here.

@@ -24,7 +24,7 @@ from engine.experts.votes import NO_WORD, NUM_WORD_FIELDS, Verdict, Vote, Word, 
 from engine.parallel.groups import RankGroup
 from engine.parallel.wait_recorder import WaitRecorder
 from runtime.errors import StaleTicketError
-from runtime.rank_waits import Phase
+from runtime.stragglers.rank_waits import Phase
 
 GROUP_IDLE_WAIT_S = 0.003
 """Idle in a group: another rank's first token waits at most so long for us."""

@@ -23,8 +23,8 @@ import numpy as np
 
 from engine.parallel.device_waits import DeviceWaits, WaitReading
 from engine.parallel.rank_flags import RankFlags
-from runtime.rank_waits import STEPS_OF_BLOCK, Floats, Phase, RankBlock
-from runtime.robust import middle_mean
+from runtime.stragglers.rank_waits import STEPS_OF_BLOCK, Floats, Phase, RankBlock
+from runtime.stragglers.robust import middle_mean
 
 KEPT_BLOCKS: Final = 10
 """For a reader that comes once a second."""

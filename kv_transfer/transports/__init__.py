@@ -10,7 +10,7 @@ from kv_transfer.transport import Transport
 from kv_transfer.transports.tls import TlsContexts
 from runtime.errors import ConfigError
 from runtime.faults import FaultPlan
-from runtime.net import is_loopback
+from runtime.net.credentials import is_loopback
 
 TRANSPORT_NAMES = ("loopback", "nixl", "mooncake")
 

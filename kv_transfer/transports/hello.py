@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from kv_transfer.transports.sockets import ByteSocket
 from runtime.pb import common_pb2
+from runtime.rpc.wire import why_refused
 from runtime.version import WIRE
-from runtime.wire import why_refused
 
 _MAGIC = b"TDKV"
 _HELLO = struct.Struct("<4sHQ32sHH")

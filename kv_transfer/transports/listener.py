@@ -29,9 +29,9 @@ from kv_transfer.transports.sockets import ByteSocket, open_listener
 from kv_transfer.transports.tls import TlsSocket
 from runtime.budget import Budget, BudgetKind
 from runtime.logging import get_logger
-from runtime.net import roles_of_peer
-from runtime.roles import refusal
-from runtime.sockets import tune
+from runtime.net.credentials import roles_of_peer
+from runtime.net.roles import refusal
+from runtime.net.sockets import tune
 
 MAX_STRANGERS = 64
 HELLO_TIMEOUT_S = 5.0

@@ -1,4 +1,4 @@
-"""Sockets as our own transports want them: those of `runtime.sockets` with large buffers."""
+"""Sockets as our own transports want them: those of `runtime.net.sockets` with large buffers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kv_transfer.transports.tls import TlsSocket
-from runtime import sockets
 from runtime.errors import PeerLostError
+from runtime.net import sockets
 
 _BUFFER_BYTES = 4 << 20
 _CONNECT_TIMEOUT_S = 5.0

@@ -31,9 +31,9 @@ from router.pool.members import Member
 from router.pool.view import PoolView
 from runtime.errors import TandemError
 from runtime.logging import get_logger
-from runtime.metrics import CONTENT_TYPE
-from runtime.rank_picture import describe
-from runtime.trace import TRACEPARENT, TRACESTATE, TraceContext, set_trace
+from runtime.metrics.core import CONTENT_TYPE
+from runtime.stragglers.rank_picture import describe
+from runtime.trace.context import TRACEPARENT, TRACESTATE, TraceContext, set_trace
 
 logger = get_logger(__name__)
 

@@ -51,7 +51,7 @@ from router.text.lanes import Work
 from router.text.message import MessageReader
 from router.text.output import ChoiceText, OutputOptions
 from runtime.budget import earliest
-from runtime.trace import current_trace
+from runtime.trace.context import current_trace
 
 DELIVERY_S = 10.0
 """A client may take its answer for so long after the request's own time is over."""

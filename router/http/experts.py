@@ -20,7 +20,7 @@ from router.errors import RecordingError, RequestError
 from router.http.serving import Serving
 from router.pool.members import Member, Role
 from runtime.errors import ConfigError
-from runtime.roles import Role as Callee
+from runtime.net.roles import Role as Callee
 
 if TYPE_CHECKING:
     from experts.trace import ExpertTrace

@@ -28,8 +28,8 @@ from router.keys.tiers import told_of_unknown, unknown_tiers
 from router.metrics import RouterMetrics
 from router.requests.generation import Generation
 from runtime.logging import get_logger
-from runtime.net import Credentials
-from runtime.roles import Role, accepting_key, refusal
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role, accepting_key, refusal
 from runtime.tiers import Standing, Tiers
 
 logger = get_logger(__name__)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from router.http.response import Choice, ResponseInfo
 from router.pool.members import WorkerKey
-from runtime.spans import Span, Spans, Value
-from runtime.trace import TraceContext
+from runtime.trace.context import TraceContext
+from runtime.trace.spans import Span, Spans, Value
 
 MAX_CHOICES = 8
 """Of one request that have spans of their own."""

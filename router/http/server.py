@@ -29,10 +29,10 @@ from router.requests.admission import BodyBudget
 from router.text.lanes import Lanes
 from runtime.config import RouterSection, TracingSection
 from runtime.errors import ConfigError
-from runtime.net import Credentials
-from runtime.otlp import open_spans
-from runtime.rank_picture import RankPicture
+from runtime.net.credentials import Credentials
+from runtime.stragglers.rank_picture import RankPicture
 from runtime.tiers import Tiers
+from runtime.trace.otlp import open_spans
 
 TICK_S = 0.5
 NO_TRACING = TracingSection()

@@ -15,10 +15,10 @@ from router.metrics import RouterMetrics
 from router.recent import Recent
 from router.text.lanes import Lanes
 from runtime.config import RouterSection
-from runtime.net import Credentials
-from runtime.rank_picture import RankPicture
-from runtime.spans import Spans
+from runtime.net.credentials import Credentials
+from runtime.stragglers.rank_picture import RankPicture
 from runtime.tiers import Tiers
+from runtime.trace.spans import Spans
 
 MODEL_KEY: web.RequestKey[str] = web.RequestKey("model", str)
 """The name of the model, once it is known."""

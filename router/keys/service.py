@@ -13,10 +13,10 @@ from router.keys.record import KeyLimits
 from runtime.background import BackgroundTasks
 from runtime.errors import TandemError
 from runtime.logging import get_logger
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from runtime.pb import keys_pb2, keys_pb2_grpc
-from runtime.roles import Role
-from runtime.rpc import map_rpc_errors, open_channel
+from runtime.rpc.grpc_calls import map_rpc_errors, open_channel
 
 logger = get_logger(__name__)
 

@@ -19,8 +19,8 @@ from router.keys.record import MAX_KEYS, KeyRecord, Right, check_name, hash_key,
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 from runtime.logging import get_logger
-from runtime.net import is_loopback
-from runtime.renewal import Renewed
+from runtime.net.credentials import is_loopback
+from runtime.rpc.renewal import Renewed
 
 logger = get_logger(__name__)
 

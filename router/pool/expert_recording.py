@@ -19,8 +19,8 @@ import numpy as np
 
 from experts.trace import ExpertTrace
 from router.errors import RecordingError
-from runtime.net import Credentials
-from runtime.roles import Role
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -240,7 +240,7 @@ class _Recording:
         # Imported late: the command line must answer without gRPC.
         from runtime.errors import TandemError
         from runtime.pb import experts_pb2, experts_pb2_grpc
-        from runtime.rpc import map_rpc_errors, open_channel
+        from runtime.rpc.grpc_calls import map_rpc_errors, open_channel
 
         channel = open_channel(rank.address, self.credentials, rank.role)
         name = f"{rank.instance}/{rank.number}"

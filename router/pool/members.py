@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from runtime.pb import common_pb2, registry_pb2
+from runtime.rpc.wire import tier_tokens_from_proto, tier_tokens_to_proto
 from runtime.tiers import TierTokens
-from runtime.wire import tier_tokens_from_proto, tier_tokens_to_proto
 
 
 class Role(enum.Enum):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from router.pool.members import WorkerKey
 from runtime.pb import registry_pb2
-from runtime.rank_judge import MOST_BLOCKS, RankJudge
-from runtime.rank_picture import RankPicture, block_from_proto, picture_of
-from runtime.rank_waits import BLOCKS_OF_WINDOW, RankBlock, window_of
+from runtime.stragglers.rank_judge import MOST_BLOCKS, RankJudge
+from runtime.stragglers.rank_picture import RankPicture, block_from_proto, picture_of
+from runtime.stragglers.rank_waits import BLOCKS_OF_WINDOW, RankBlock, window_of
 
 LOOK_S = 2.0
 """An instance is looked at so often at most: with 72 ranks that takes some 100 ms."""

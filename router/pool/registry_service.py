@@ -19,12 +19,12 @@ from router.pool.rank_watch import RankWatch
 from router.pool.registry import Registry, SupersededError
 from runtime.errors import InvalidRequestError, TandemError
 from runtime.logging import get_logger
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from runtime.pb import registry_pb2, registry_pb2_grpc
-from runtime.rank_picture import RankPicture, picture_from_proto, picture_to_proto
-from runtime.roles import Role
-from runtime.rpc import caller_roles, map_rpc_errors, open_channel
-from runtime.wire import error_to_proto, own_wire, why_refused
+from runtime.rpc.grpc_calls import caller_roles, map_rpc_errors, open_channel
+from runtime.rpc.wire import error_to_proto, own_wire, why_refused
+from runtime.stragglers.rank_picture import RankPicture, picture_from_proto, picture_to_proto
 
 logger = get_logger(__name__)
 

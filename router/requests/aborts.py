@@ -17,7 +17,7 @@ from runtime.background import BackgroundTasks
 from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
-from runtime.rpc import map_rpc_errors
+from runtime.rpc.grpc_calls import map_rpc_errors
 
 logger = get_logger(__name__)
 

@@ -25,6 +25,7 @@ from router.requests.clients import WorkerClients
 from router.requests.frames import FrameStream, FrameStreams
 from router.requests.generation import Generation
 from router.requests.sink import AttemptSink
+from router.requests.waiting import first_done
 from router.routing.policy import Pair
 from runtime.budget import Budget, BudgetKind
 from runtime.errors import (
@@ -38,9 +39,8 @@ from runtime.errors import (
 )
 from runtime.logging import get_logger
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
-from runtime.rpc import map_rpc_errors
-from runtime.waiting import first_done
-from runtime.wire import error_from_proto, sampling_to_proto, standing_to_proto
+from runtime.rpc.grpc_calls import map_rpc_errors
+from runtime.rpc.wire import error_from_proto, sampling_to_proto, standing_to_proto
 
 logger = get_logger(__name__)
 

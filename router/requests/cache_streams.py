@@ -24,8 +24,8 @@ from runtime.background import tell_failure
 from runtime.errors import TandemError
 from runtime.logging import get_logger
 from runtime.pb import cache_pb2
-from runtime.rpc import map_rpc_errors
-from runtime.trace import without_trace
+from runtime.rpc.grpc_calls import map_rpc_errors
+from runtime.trace.context import without_trace
 
 logger = get_logger(__name__)
 

@@ -16,8 +16,8 @@ import grpc.aio
 
 from router.pool.members import Member, WorkerKey
 from runtime.background import BackgroundTasks
-from runtime.call_stream import CallStream, Method, StreamCall
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from runtime.pb import (
     cache_pb2,
     cache_pb2_grpc,
@@ -26,8 +26,8 @@ from runtime.pb import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from runtime.roles import Role
-from runtime.rpc import open_channel
+from runtime.rpc.call_stream import CallStream, Method, StreamCall
+from runtime.rpc.grpc_calls import open_channel
 
 FramesCall = grpc.aio.UnaryStreamCall[decode_pb2.FramesRequest, decode_pb2.Frame]
 FollowCall = grpc.aio.UnaryStreamCall[cache_pb2.FollowRequest, cache_pb2.CacheFrame]

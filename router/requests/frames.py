@@ -24,8 +24,8 @@ from runtime.errors import PeerLostError, TandemError
 from runtime.garbage import forget_frames
 from runtime.logging import get_logger
 from runtime.pb import decode_pb2
-from runtime.rpc import map_rpc_errors
-from runtime.trace import without_trace
+from runtime.rpc.grpc_calls import map_rpc_errors
+from runtime.trace.context import without_trace
 
 logger = get_logger(__name__)
 

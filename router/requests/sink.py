@@ -11,8 +11,8 @@ import asyncio
 from router.requests.generation import Generation
 from runtime.errors import InternalError, TandemError
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
+from runtime.rpc.wire import error_from_proto, finish_reason_from_proto
 from runtime.sampling import FinishReason
-from runtime.wire import error_from_proto, finish_reason_from_proto
 
 _FAILURES = (FinishReason.ERROR, FinishReason.ABORT)
 

@@ -1,6 +1,6 @@
 """The configuration of a cluster: what every field means, once.
 
-One TOML file holds it (``runtime.config_file`` reads and writes it). Values are never changed after
+One TOML file holds it (``runtime.config.file`` reads and writes it). Values are never changed after
 loading; whoever needs another value makes a copy with ``dataclasses.replace``. Checks that need the
 checkpoint or the devices live where those are known (``deploy validate``).
 """
@@ -18,7 +18,7 @@ from runtime.config.tiers import TierSection, check_tiers
 from runtime.config.tls import TlsSection
 from runtime.config.tracing import TracingSection
 from runtime.errors import ConfigError
-from runtime.net import is_wildcard, join_address
+from runtime.net.credentials import is_wildcard, join_address
 
 __all__ = [
     "ClusterConfig",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from runtime.config.checks import at_least, one_of
 from runtime.config.templates import FIELD, check_chat_template
 from runtime.errors import ConfigError
-from runtime.net import check_reachable
-from runtime.network import check_network
+from runtime.net.credentials import check_reachable
+from runtime.net.hosts import check_network
 
 LOCAL_RAY = "local"
 _KNOWN_RAYS = (LOCAL_RAY, "auto")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from runtime.config.checks import at_least, one_of
 from runtime.errors import ConfigError
 from runtime.faults import parse_faults
-from runtime.net import is_loopback
+from runtime.net.credentials import is_loopback
 
 OPEN_TRANSPORTS = ("nixl", "mooncake")
 """Their libraries listen by themselves, and ask nobody for a secret."""

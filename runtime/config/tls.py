@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from runtime.config.checks import one_of
 from runtime.errors import ConfigError
-from runtime.net import TlsFiles
+from runtime.net.credentials import TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from runtime.config import ClusterConfig
 from runtime.doctor.finding import Finding, Verdict
-from runtime.net import is_loopback
+from runtime.net.credentials import is_loopback
 
 Resolve = Callable[[str], str]
 

@@ -36,8 +36,7 @@ from runtime.config import (
     ModelSection,
     PrefillSection,
 )
-from runtime.lifecycle import DecodeStatus
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
 from runtime.pb import (
     common_pb2,
     decode_pb2,
@@ -47,16 +46,15 @@ from runtime.pb import (
     registry_pb2,
     registry_pb2_grpc,
 )
-from runtime.rpc import bind_port, create_server, open_channel
-from runtime.sampling import SamplingParams
-from runtime.wire import (
+from runtime.rpc.grpc_calls import bind_port, create_server, open_channel
+from runtime.rpc.wire import (
     error_to_proto,
     identity,
     own_wire,
     same_identity,
     sampling_to_proto,
 )
-from runtime.worker import WorkerOptions
+from runtime.sampling import SamplingParams
 from tests.decode.imagined import (
     BLOCK_SIZE,
     LAYOUT,
@@ -65,7 +63,9 @@ from tests.decode.imagined import (
     imagine,
     make_pool,
 )
+from worker.arguments import WorkerOptions
 from worker.host import WorkerHost
+from worker.lifecycle import DecodeStatus
 
 SECRET = "a secret of tests"
 CREDENTIALS = Credentials.of_secret(SECRET)

@@ -27,12 +27,12 @@ from engine.parallel.lockstep import Lockstep, SoloLockstep
 from engine.pending_step import StepResult
 from engine.request import Request, ScheduledRequest
 from engine.sampling.inputs import SampledToken
-from runtime.endings import RankName
-from runtime.lifecycle import DecodeStatus
 from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason, SamplingParams, finish_reason_after
 from tests.decode.helpers import BLOCK_SIZE
 from tests.decode.test_rank import Bench
+from worker.endings import RankName
+from worker.lifecycle import DecodeStatus
 from worker.step_driver import LoopOptions
 
 MAX_MODEL_LEN = 200

@@ -16,11 +16,11 @@ from runtime.errors import (
     StaleTicketError,
     TandemError,
 )
-from runtime.lifecycle import DecodeStatus
 from runtime.pb import decode_pb2
 from runtime.sampling import FinishReason
 from tests.decode.helpers import WRITER, claim_of
 from tests.decode.test_rank import Bench
+from worker.lifecycle import DecodeStatus
 
 CANCELLED = RequestCancelledError("the client left")
 DRAINING = DrainingError("decode-0 is draining: choose another")

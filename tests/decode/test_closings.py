@@ -7,7 +7,7 @@ import pytest
 from decode.closings import read_closings
 from runtime.errors import DrainingError, OverloadedError, TandemError
 from runtime.pb import common_pb2, decode_pb2
-from runtime.wire import error_to_proto
+from runtime.rpc.wire import error_to_proto
 
 PREFILL = common_pb2.WorkerIdentity(instance="prefill-0", epoch=5, rank=0)
 

@@ -28,11 +28,11 @@ from engine.request import Request, ScheduledRequest
 from engine.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from grammar.constraints import AnyMatcher, Constraints
-from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason, OutputConstraint, SamplingParams
 from tests.decode.helpers import BLOCK_SIZE
 from tests.decode.test_rank import Bench
 from tests.grammar.schemas import EOS, MODEL_DIR, VOCAB, grammar_of
+from worker.lifecycle import DecodeStatus
 
 pytestmark = pytest.mark.slow
 

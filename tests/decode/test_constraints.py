@@ -9,12 +9,12 @@ import pytest
 from decode.requests import DecodeRequest
 from grammar.matcher import Matcher
 from runtime.errors import InvalidRequestError
-from runtime.lifecycle import DecodeStatus
 from runtime.pb import common_pb2
 from runtime.sampling import FinishReason, OutputConstraint, SamplingParams
 from tests.decode.cluster import run_cluster
 from tests.decode.test_rank import Bench
 from tests.grammar.fakes import VOCAB, ListedGrammar
+from worker.lifecycle import DecodeStatus
 
 CONSTRAINT = OutputConstraint(grammar="listed")
 

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from decode.draft_metrics import DraftMetrics
-from runtime.metric_rows import Readings, Row
+from runtime.metrics.rows import Readings, Row
+from runtime.metrics.vllm_names import DECODE
 from runtime.pb import registry_pb2
-from runtime.vllm_names import DECODE
 
 STEP = st.tuples(
     st.integers(0, 3),

@@ -29,12 +29,12 @@ from runtime.config import (
     ModelSection,
     PrefillSection,
 )
-from runtime.config_file import SECRET_VARIABLE, dump_config
-from runtime.net import Listen
+from runtime.config.file import SECRET_VARIABLE, dump_config
+from runtime.net.credentials import Listen
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2_grpc, registry_pb2_grpc
-from runtime.rpc import bind_port, create_server, open_channel
+from runtime.rpc.grpc_calls import bind_port, create_server, open_channel
+from runtime.rpc.wire import sampling_to_proto
 from runtime.sampling import SamplingParams
-from runtime.wire import sampling_to_proto
 from tests.decode.cluster import CREDENTIALS, HOST, SECRET, FakePrefill, FakeRegistry, FakeRouter
 from tests.engine.tiny import tiny_config, write_checkpoint
 from tests.processes.forked import Process, start

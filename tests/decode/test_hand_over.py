@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.layout import KVDtype
-from runtime.lifecycle import DecodeStatus
 from runtime.pb import common_pb2, decode_pb2
-from runtime.wire import identity
+from runtime.rpc.wire import identity
 from tests.decode.cluster import EPOCH, DecodeCluster, FakePrefill, run_cluster
 from tests.decode.imagined import LAYOUT, expected_output
+from worker.lifecycle import DecodeStatus
 
 pytestmark = pytest.mark.usefixtures("overlap")
 

@@ -15,14 +15,14 @@ from decode.metrics import DecodeMetrics
 from engine.parallel.lockstep import GroupState, RankState, SoloLockstep
 from engine.pending_step import StepResult
 from engine.request import ScheduledRequest
-from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, PeerLostError, TandemError
 from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason
-from runtime.watchdog import StepOverdueError, WatchdogOptions
 from tests.decode.test_loop import FakePending, FakeRunner
 from tests.decode.test_rank import Bench
+from worker.endings import RankName
 from worker.step_driver import LoopOptions
+from worker.watchdog import StepOverdueError, WatchdogOptions
 
 TIMEOUT_S = 60.0
 

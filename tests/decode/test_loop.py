@@ -18,7 +18,6 @@ from engine.pending_step import StepResult
 from engine.request import ScheduledRequest
 from engine.sampling.inputs import SampledToken
 from engine.step_error import StepError
-from runtime.endings import RankName
 from runtime.errors import (
     DeviceError,
     DrainingError,
@@ -30,6 +29,7 @@ from runtime.errors import (
 from runtime.pb import registry_pb2
 from runtime.sampling import FinishReason
 from tests.decode.test_rank import Bench
+from worker.endings import RankName
 from worker.step_driver import LoopOptions
 
 TIMEOUT_S = 60.0

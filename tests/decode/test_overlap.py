@@ -19,8 +19,7 @@ from decode.requests import DecodeRequest
 from engine.parallel import lockstep
 from engine.parallel.lockstep import GroupLockstep
 from runtime.errors import ErrorCode, RequestCancelledError
-from runtime.lifecycle import DecodeStatus
-from runtime.metric_rows import Readings
+from runtime.metrics.rows import Readings
 from runtime.sampling import FinishReason
 from tests.decode.helpers import BLOCK_SIZE
 from tests.decode.overlap_bench import (
@@ -31,6 +30,7 @@ from tests.decode.overlap_bench import (
     whole_output,
 )
 from tests.engine.parallel.test_lockstep import thread_groups
+from worker.lifecycle import DecodeStatus
 
 BOTH = pytest.mark.parametrize("max_ahead", [0, 1])
 

@@ -31,12 +31,12 @@ from runtime.errors import (
     TandemError,
     TransferFailedError,
 )
-from runtime.lifecycle import DecodeStatus
 from runtime.pb import decode_pb2
+from runtime.rpc.wire import identity
 from runtime.sampling import FinishReason, PositionLogprobs
-from runtime.wire import identity
 from tests.decode.helpers import BLOCK_SIZE, FakeClock, FakeKV, claim_of, make_request
 from tests.decode.test_tickets import FakeReceiver, FakeSlots
+from worker.lifecycle import DecodeStatus
 
 CANCELLED = RequestCancelledError("the client left")
 VOCAB_SIZE = 100_000

@@ -14,9 +14,9 @@ from decode.tickets import TicketDesk
 from engine.memory.block_pool import BlockPool
 from engine.request import num_blocks_for
 from kv_transfer.ownership import Quarantine
-from runtime.lifecycle import DecodeStatus
 from tests.decode.helpers import BLOCK_SIZE, FakeClock, claim_of, make_request
 from tests.decode.test_tickets import FakeReceiver, FakeSlots
+from worker.lifecycle import DecodeStatus
 
 MAX_MODEL_LEN = 60
 SIZES = st.tuples(st.integers(1, 30), st.integers(1, 40))

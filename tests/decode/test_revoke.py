@@ -16,7 +16,7 @@ from decode.tickets import WriterDemand
 from kv_transfer.transport import peer_name
 from runtime.errors import PeerLostError
 from runtime.pb import prefill_pb2
-from runtime.wire import identity
+from runtime.rpc.wire import identity
 from tests.decode.helpers import WRITER
 
 

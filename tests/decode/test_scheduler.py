@@ -11,9 +11,9 @@ from decode.requests import DecodeRequest
 from decode.scheduler import DecodeScheduler, StepPlan
 from engine.memory.block_pool import BlockPool
 from engine.request import num_blocks_for
-from runtime.lifecycle import DecodeStatus
 from runtime.sampling import FinishReason
 from tests.decode.helpers import BLOCK_SIZE, FakeKV, SlowKV, make_request
+from worker.lifecycle import DecodeStatus
 
 
 class Bench:

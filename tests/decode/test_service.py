@@ -9,10 +9,10 @@ import grpc.aio
 import pytest
 
 from runtime.errors import InternalError
-from runtime.lifecycle import DecodeStatus
 from runtime.pb import common_pb2, decode_pb2
 from tests.decode.cluster import DecodeCluster, run_cluster
 from tests.decode.imagined import expected_output
+from worker.lifecycle import DecodeStatus
 
 pytestmark = pytest.mark.usefixtures("overlap")
 

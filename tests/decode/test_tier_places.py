@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode.tier_places import TierCount, places_by_tier
-from runtime.step_time import StepTime
+from runtime.metrics.step_time import StepTime
 
 UNKNOWN = StepTime()
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from decode.admission import AdmissionQueue
 from decode.requests import DecodeRequest
 from engine.request import num_blocks_for
-from runtime.lifecycle import DecodeStatus
 from runtime.tiers import Standing
 from tests.decode.helpers import BLOCK_SIZE, make_request
 from tests.decode.test_scheduler import Bench, must
+from worker.lifecycle import DecodeStatus
 
 BEST = Standing(tier="max", order=0, share=0.5, tpot_s=0.030)
 BASE = Standing(tier="base", order=1, share=0.25)

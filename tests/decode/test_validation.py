@@ -22,9 +22,9 @@ from runtime.errors import (
     TandemError,
 )
 from runtime.pb import common_pb2, decode_pb2
+from runtime.rpc.wire import identity, own_wire, sampling_to_proto
 from runtime.sampling import SamplingParams
 from runtime.version import WIRE
-from runtime.wire import identity, own_wire, sampling_to_proto
 from tests.decode.imagined import BLOCK_SIZE, LAYOUT, VOCAB_SIZE
 
 SLOTS = SlotLayout()

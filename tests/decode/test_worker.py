@@ -19,13 +19,13 @@ from engine.parallel.groups import ProcessGroups, RankGroup
 from engine.parallel.lockstep import SoloLockstep
 from engine.streams import Streams
 from runtime.config import ClusterConfig, DecodeSection, ModelSection
-from runtime.config_file import dump_config
+from runtime.config.file import dump_config
 from runtime.errors import ConfigError, PeerLostError
-from runtime.worker import WorkerOptions
 from tests.decode.cluster import EPOCH, HOST, make_options
 from tests.decode.imagined import VOCAB_SIZE, ContextRunner, make_pool
 from tests.decode.test_group import start_rank
 from tests.engine.tiny import tiny_config, write_checkpoint
+from worker.arguments import WorkerOptions
 from worker.host import WorkerHost
 
 

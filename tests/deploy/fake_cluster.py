@@ -12,7 +12,7 @@ from pathlib import Path
 from deploy.errors import ClusterError
 from deploy.run import prepare, run_cluster
 from deploy.state import ClusterState, Phase, run_dir_of
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from runtime.errors import ConfigError
 from runtime.logging import configure_logging
 from tests.deploy.fakes import fake_entrypoints

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 
 from runtime.config import ClusterConfig
-from runtime.config_file import cluster_credentials, load_config
+from runtime.config.file import cluster_credentials, load_config
 from runtime.logging import configure_logging, get_logger
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
+from runtime.net.roles import Role
 from runtime.pb import (
     common_pb2,
     decode_pb2_grpc,
@@ -32,10 +33,9 @@ from runtime.pb import (
     registry_pb2,
     registry_pb2_grpc,
 )
-from runtime.registration import RegistryClient
-from runtime.roles import Role
-from runtime.rpc import bind_port, create_server
-from runtime.wire import own_wire
+from runtime.rpc.grpc_calls import bind_port, create_server
+from runtime.rpc.registration import RegistryClient
+from runtime.rpc.wire import own_wire
 
 logger = get_logger("fake_role")
 

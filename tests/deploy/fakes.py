@@ -19,9 +19,9 @@ from deploy.places import Places
 from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext
 from deploy.state import RunDir
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
-from runtime.config_file import dump_config
-from runtime.net import Credentials
-from runtime.roles import Role as Callee
+from runtime.config.file import dump_config
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role as Callee
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_FIELDS = {

@@ -21,7 +21,7 @@ from deploy.certificates import (
 )
 from runtime.config import ClusterConfig, ClusterSection, RouterSection, TlsSection
 from runtime.errors import ConfigError
-from runtime.net import Credentials, TlsFiles
+from runtime.net.credentials import Credentials, TlsFiles
 
 
 def test_files_are_private_and_for_every_address_at_which_we_are_called(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from cryptography import x509
 from deploy.certificates import check_certificate
 from deploy.cli import main
 from runtime.errors import ConfigError
-from runtime.net import Credentials, TlsFiles
-from runtime.roles import Role
+from runtime.net.credentials import Credentials, TlsFiles
+from runtime.net.roles import Role
 
 
 def make(folder: Path, *words: str) -> int:

@@ -13,7 +13,7 @@ import pytest
 import deploy
 from deploy.checks import check_config, resolve_config
 from runtime.config import ClusterConfig
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 
 CONFIGS = Path(deploy.__file__).parent / "configs"
 DEFAULT = CONFIGS / "default.toml"

@@ -19,8 +19,8 @@ from deploy.errors import ClusterError, ProcessDiedError
 from deploy.plan import Role
 from deploy.state import Phase, ProcessState
 from deploy.sweep import find_processes
-from runtime.roles import Role as Callee
-from runtime.roles import role_secret
+from runtime.net.roles import Role as Callee
+from runtime.net.roles import role_secret
 from tests.deploy.fakes import LocalLauncher, fake_config, fake_context
 from tests.waiting import until
 

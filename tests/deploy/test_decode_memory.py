@@ -17,7 +17,7 @@ from deploy.cli import main
 from deploy.decode_budget import ALLOCATOR_SLACK
 from deploy.decode_memory import describe_decode_memory, plan_decode_memory
 from runtime.config import ClusterConfig
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from runtime.errors import ConfigError
 from tests.deploy.fakes import TOKENIZER, draft_weights
 

@@ -20,8 +20,8 @@ from deploy.fleet import Fleet, FleetTimes
 from deploy.plan import RunContext
 from deploy.pool_watch import PoolWatch
 from deploy.state import ClusterState, Phase, run_dir_of
-from runtime.config_file import dump_config
-from runtime.net import Credentials, Listen
+from runtime.config.file import dump_config
+from runtime.net.credentials import Credentials, Listen
 from runtime.pb import (
     common_pb2,
     decode_pb2_grpc,
@@ -29,8 +29,8 @@ from runtime.pb import (
     registry_pb2,
     registry_pb2_grpc,
 )
-from runtime.rpc import bind_port, create_server
-from runtime.wire import own_wire
+from runtime.rpc.grpc_calls import bind_port, create_server
+from runtime.rpc.wire import own_wire
 from tests.deploy.fake_role import FakeRegistry
 from tests.deploy.fakes import LocalLauncher, fake_config, fake_context
 

@@ -12,7 +12,7 @@ from deploy.checks import check_config
 from engine.model.registry import read_config
 from experts.trace import ExpertTrace
 from runtime.config import ClusterConfig, PrefillSection
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from runtime.errors import ConfigError
 from tests.deploy.fakes import fake_config
 

@@ -15,7 +15,7 @@ from deploy.plan import Role
 from deploy.pool_watch import PoolMember
 from experts.trace import ExpertTrace
 from router.pool.expert_recording import Rank, Recorded, Wanted, passes_of_a_window
-from runtime.roles import Role as Callee
+from runtime.net.roles import Role as Callee
 from tests.engine.tiny import TINY
 from tests.worker.counted_rank import CREDENTIALS, EXPERTS, listening, make_experts
 from tests.worker.counted_rank import Rank as CountedRank

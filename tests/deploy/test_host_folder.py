@@ -13,10 +13,10 @@ from deploy.errors import ClusterError
 from deploy.host_folder import host_folder, lay_files, remove_files
 from deploy.places import Place, Places
 from deploy.plan import KEY_NAME, ProcessSpec, plan_instances, process_specs
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from runtime.errors import ConfigError
-from runtime.net import Credentials
-from runtime.roles import Role
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from tests.deploy.fakes import fake_config, fake_context
 
 

@@ -13,10 +13,10 @@ from deploy.plan import Role
 from deploy.ports import listen_at
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.errors import ConfigError
-from runtime.net import Credentials, Listen
-from runtime.roles import Role as Callee
-from runtime.roles import role_secret
-from runtime.worker import parse_worker_options
+from runtime.net.credentials import Credentials, Listen
+from runtime.net.roles import Role as Callee
+from runtime.net.roles import role_secret
+from worker.arguments import parse_worker_options
 
 CONFIG = Path("/run/config.toml")
 SECRET = Credentials.of_secret("hidden")

@@ -20,7 +20,7 @@ from deploy.host_ranks import HostRanks
 from deploy.plan import ProcessSpec
 from deploy.ports import free_port
 from runtime.errors import ConfigError
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
 
 HOST = "127.0.0.1"
 CREDENTIALS = Credentials.of_secret("s")

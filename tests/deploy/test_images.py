@@ -16,7 +16,7 @@ import yaml
 
 from deploy.cli import build_parser
 from deploy.commands.common import chosen_config
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from scripts.locks import LOCKS
 
 ROOT = Path(__file__).resolve().parents[2]

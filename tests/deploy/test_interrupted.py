@@ -16,7 +16,7 @@ from deploy.control.events import EventKind, EventLog, interrupted, read_events
 from deploy.state import Phase
 from deploy.sweep import find_processes
 from runtime.config import ClusterConfig
-from runtime.config_file import dump_config, load_config
+from runtime.config.file import dump_config, load_config
 from tests.deploy.fakes import ROOT
 from tests.deploy.test_run import FakeRun, fake_run
 from tests.waiting import wait_until

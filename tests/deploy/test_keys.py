@@ -19,7 +19,7 @@ from router.keys.record import PREFIX, KeyLimits, Right, hash_key
 from router.keys.source import KEYS_VARIABLE, KeySource, key_source
 from router.service import HttpWorkerService, RouterService
 from runtime.config import ClusterConfig, ClusterSection, KVTransferSection, RouterSection
-from runtime.config_file import dump_config, load_config
+from runtime.config.file import dump_config, load_config
 from runtime.errors import ConfigError
 from tests.deploy.fakes import fake_config, fake_context
 

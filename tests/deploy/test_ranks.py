@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bench.ranks.played import Fault, play
 from deploy.commands.ranks import SHOWN_RANKS, render
-from runtime.rank_picture import describe, picture_of
-from runtime.slow_ranks import find_slow
+from runtime.stragglers.rank_picture import describe, picture_of
+from runtime.stragglers.slow_ranks import find_slow
 
 
 def text_of(num_ranks: int, fault: Fault) -> str:

@@ -24,7 +24,7 @@ from deploy.ray_connection import is_reachable
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
 from deploy.sweep import find_processes, is_alive, ray_folder, ray_temp_dir
 from runtime.config import ClusterConfig
-from runtime.config_file import dump_config
+from runtime.config.file import dump_config
 from tests.deploy.fakes import ROOT, fake_config
 from tests.waiting import wait_until
 

@@ -30,10 +30,10 @@ from deploy.plan import Role
 from deploy.pool_watch import PoolMember
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from runtime.config import ClusterConfig, ClusterSection, RouterSection
-from runtime.config_file import dump_config
-from runtime.net import Credentials
+from runtime.config.file import dump_config
+from runtime.net.credentials import Credentials
 from runtime.pb import common_pb2, registry_pb2
-from runtime.registration import RegistryClient
+from runtime.rpc.registration import RegistryClient
 from tests.deploy.fakes import ROOT
 
 RECENT = {

@@ -18,7 +18,7 @@ import pytest
 
 from deploy.state import RunDir, run_dir_of
 from deploy.sweep import find_processes
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from tests.deploy.fakes import ROOT
 from tests.waiting import wait_until
 

@@ -24,7 +24,7 @@ from router.models_file import read_models
 from router.text.facts import read_text_facts
 from router.text.template_files import template_sources
 from router.text.tokenizer import Tokenizer
-from runtime.config_file import dump_config, load_config, parse_config, with_settings
+from runtime.config.file import dump_config, load_config, parse_config, with_settings
 from runtime.errors import ConfigError
 from runtime.parsing import parse_toml
 from runtime.tiktoken_rules import read_ranks

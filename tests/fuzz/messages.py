@@ -25,7 +25,7 @@ from runtime.errors import (
     StaleTicketError,
 )
 from runtime.pb import cache_pb2, common_pb2, decode_pb2, prefill_pb2, registry_pb2
-from runtime.wire import (
+from runtime.rpc.wire import (
     error_from_proto,
     finish_reason_from_proto,
     identity,

@@ -33,20 +33,20 @@ from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.frames import FrameKind, Offer, receive_frame, send_frame
 from kv_transfer.transports.paired.identity import ProcessIdentity
 from kv_transfer.transports.sockets import ByteSocket
-from runtime.call_connection import CallConnection, greeting, read_greeting
-from runtime.call_server import CallServer, CarriedMethod
-from runtime.call_stream import CallStream, Method
 from runtime.errors import (
     LayoutMismatchError,
     TransferFailedError,
 )
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from runtime.pb import (
     calls_pb2,
 )
-from runtime.roles import Role
+from runtime.rpc.call_connection import CallConnection, greeting, read_greeting
+from runtime.rpc.call_server import CallServer, CarriedMethod
+from runtime.rpc.call_stream import CallStream, Method
 from runtime.sampling import PositionLogprobs
-from runtime.trace import TraceContext
+from runtime.trace.context import TraceContext
 from tests.fuzz.target import Target
 
 MAX_MESSAGE_BYTES = 1 << 12

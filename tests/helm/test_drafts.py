@@ -12,7 +12,7 @@ from helm_python.errors import HelmError
 from bench.shapes import DEEPSEEK_V3
 from deploy.decode_memory import plan_decode_memory
 from deploy.drafts import decide_drafts
-from runtime.config_file import parse_config
+from runtime.config.file import parse_config
 from tests.helm.rendering import PROFILES, Values, probe, profile, render
 
 CALL = 'tandem.checkDrafts" (dict "root" . "live" .Values.global.live)'

@@ -13,7 +13,7 @@ from helm_python.errors import HelmError
 from router.model import load_served_models
 from router.models_file import read_models
 from runtime.config import ClusterConfig
-from runtime.config_file import parse_config
+from runtime.config.file import parse_config
 from tests.helm.rendering import Rendered, merged, nested, pod_templates, profile, render
 from tests.helm.test_rendered import allows, chooses, container_of, flags, folders_of
 from tests.integration.conftest import MODEL_DIR

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from runtime.config import ClusterConfig
-from runtime.config_file import load_config, parse_config
-from runtime.net import Credentials
-from runtime.roles import URI, Role, role_secret
-from runtime.vllm_names import ROWS
+from runtime.config.file import load_config, parse_config
+from runtime.metrics.vllm_names import ROWS
+from runtime.net.credentials import Credentials
+from runtime.net.roles import URI, Role, role_secret
 from tests.helm.rendering import (
     PROFILES,
     ROOT,

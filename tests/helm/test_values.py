@@ -16,7 +16,7 @@ from helm_python.chart import Chart
 from helm_python.errors import HelmError
 
 from runtime.config import ClusterConfig
-from runtime.config_file import parse_config
+from runtime.config.file import parse_config
 from scripts import chart_files
 from tests.helm.rendering import CHART, PROFILES, ROOT, merged, nested, profile, render
 

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 from deploy.devices import NO_MULTICAST, rotate, visible_devices
 from deploy.ports import free_port, free_ports
 from runtime.config import ClusterConfig
-from runtime.config_file import dump_config
-from runtime.net import Credentials
+from runtime.config.file import dump_config
+from runtime.net.credentials import Credentials
 from tests.processes.forked import Process, start
 from tests.waiting import wait_until
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from decode.assembly import ModelSide, build_model_side
 from decode.worker import DecodeDriver
 from engine.graphs.graph_runner import GraphRunner, capture_steps
-from runtime.worker import WorkerOptions
+from worker.arguments import WorkerOptions
 from worker.host import WorkerHost
 from worker.run import RankService, run_worker
 

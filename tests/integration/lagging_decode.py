@@ -29,8 +29,8 @@ from engine.parallel.groups import RankGroup
 from engine.parallel.lockstep import create_lockstep
 from engine.pending_step import PendingStep, StepResult
 from engine.request import Request, ScheduledRequest
-from runtime.worker import WorkerOptions
 from tests.integration.fixed_decode import fixed_runner
+from worker.arguments import WorkerOptions
 from worker.host import WorkerHost
 from worker.run import RankService, run_worker
 

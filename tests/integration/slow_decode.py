@@ -15,7 +15,7 @@ from decode.loop import StepRunner
 from decode.worker import DecodeDriver
 from engine.pending_step import PendingStep
 from engine.request import ScheduledRequest
-from runtime.worker import WorkerOptions
+from worker.arguments import WorkerOptions
 from worker.host import WorkerHost
 from worker.run import RankService, run_worker
 

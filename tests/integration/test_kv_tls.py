@@ -20,12 +20,12 @@ from kv_transfer.transport import peer_name
 from prefill.assembly import SendSide, build_send_side
 from runtime.config import ClusterConfig, KVTransferSection, ModelSection
 from runtime.errors import PeerLostError, StaleTicketError
-from runtime.net import Credentials, Listen, TlsFiles
+from runtime.net.credentials import Credentials, Listen, TlsFiles
+from runtime.net.roles import Role
 from runtime.pb import decode_pb2
-from runtime.roles import Role
-from runtime.wire import identity
-from runtime.worker import WorkerOptions
+from runtime.rpc.wire import identity
 from tests.kv_transfer.libraries import LIBRARIES, skip_unless_loaded
+from worker.arguments import WorkerOptions
 
 HOST = "127.0.0.1"
 EPOCH = 5

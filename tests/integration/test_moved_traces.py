@@ -19,7 +19,7 @@ from runtime.config import (
     RouterSection,
     TracingSection,
 )
-from runtime.trace import TraceContext
+from runtime.trace.context import TraceContext
 from tests.integration.client import Completion, stream
 from tests.integration.cluster import Cluster
 from tests.integration.collector import Collector, attributes_of

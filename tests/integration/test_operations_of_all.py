@@ -25,8 +25,8 @@ from deploy.checks import resolve_config
 from deploy.cli import main as tandem
 from deploy.ports import free_port, free_ports
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
+from runtime.config.file import dump_config
 from runtime.config.tiers import TierSection
-from runtime.config_file import dump_config
 from runtime.process import dying_with_us
 from tests.deploy.control.cluster import ControlledCluster
 from tests.integration.test_drain import drain_config

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from runtime.config import ClusterConfig, ModelSection, TracingSection
-from runtime.trace import TraceContext
+from runtime.trace.context import TraceContext
 from tests.integration.cluster import Cluster
 from tests.integration.collector import Collector, attributes_of
 from tests.integration.conftest import MODEL_DIR

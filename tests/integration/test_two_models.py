@@ -19,7 +19,7 @@ from deploy.ports import free_port
 from engine.boot.build import build_model
 from engine.generate import generate
 from runtime.config import ClusterConfig, ModelSection, RouterSection
-from runtime.config_file import dump_config
+from runtime.config.file import dump_config
 from runtime.sampling import SamplingParams
 from tests.engine.tiny_llama import llama_config, write_llama
 from tests.integration.client import run_all

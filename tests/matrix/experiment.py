@@ -36,7 +36,7 @@ from runtime.config import (
     RouterSection,
     TierSection,
 )
-from runtime.config_file import load_config
+from runtime.config.file import load_config
 from tests.deploy.control.cluster import ControlledCluster
 from tests.integration.conftest import MODEL_DIR
 from tests.matrix.asks import Ask, answer_to, make_ask

@@ -13,11 +13,11 @@ import grpc
 from kv_transfer.layout import KVDtype, KVLayout
 from kv_transfer.metadata import SlotLayout
 from runtime.errors import StaleTicketError, TandemError
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
 from runtime.pb import common_pb2, decode_pb2, decode_pb2_grpc
-from runtime.rpc import bind_port, create_server
-from runtime.trace import trace_id
-from runtime.wire import error_to_proto, own_wire
+from runtime.rpc.grpc_calls import bind_port, create_server
+from runtime.rpc.wire import error_to_proto, own_wire
+from runtime.trace.context import trace_id
 
 SECRET = "shh"
 CREDENTIALS = Credentials.of_secret(SECRET)

@@ -25,7 +25,7 @@ from kv_transfer.receiver import Arrival, KVReceiver
 from kv_transfer.transport import KV_REGION, METADATA_REGION, MemoryRegion, peer_name
 from kv_transfer.transports import create_transport
 from runtime.config import ClusterConfig
-from runtime.config_file import dump_config
+from runtime.config.file import dump_config
 from runtime.pb import (
     common_pb2,
     decode_pb2,
@@ -33,8 +33,8 @@ from runtime.pb import (
     registry_pb2,
     registry_pb2_grpc,
 )
-from runtime.rpc import bind_port, create_server
-from runtime.wire import own_wire
+from runtime.rpc.grpc_calls import bind_port, create_server
+from runtime.rpc.wire import own_wire
 from tests.prefill.fake_decode import CREDENTIALS, LISTEN, SECRET, FakeDecode
 from tests.processes.forked import Process, start
 

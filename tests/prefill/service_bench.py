@@ -28,7 +28,7 @@ from prefill.sender_group import SenderGroup
 from prefill.service import PrefillService
 from prefill.validation import RunLimits
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc
-from runtime.rpc import bind_port, create_server, open_channel
+from runtime.rpc.grpc_calls import bind_port, create_server, open_channel
 from tests.grammar.fakes import FakeCompiler
 from tests.prefill.fake_decode import (
     CREDENTIALS,

@@ -29,11 +29,11 @@ from prefill.messages import (
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
 from runtime.errors import DeadlineExceededError, ErrorCode, PeerLostError
-from runtime.lifecycle import PrefillStatus
 from runtime.sampling import SamplingParams
 from tests.engine.fake_model import LATENT_DIM, FakeModel
 from tests.prefill.fakes import BLOCK_SIZE, FIRST_TOKEN, FakeTicketSender, grant_all, make_item
 from tests.prefill.test_loop import Bench
+from worker.lifecycle import PrefillStatus
 
 
 @pytest.mark.parametrize(

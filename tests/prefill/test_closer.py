@@ -8,7 +8,7 @@ import pytest
 from prefill.closer import TicketCloser
 from prefill.peers import ChannelCache, RankAddress
 from runtime.pb import common_pb2, decode_pb2
-from runtime.rpc import open_channel
+from runtime.rpc.grpc_calls import open_channel
 from tests.prefill.fake_decode import CREDENTIALS, FakeDecode, serve_decode
 
 PREFILL = common_pb2.WorkerIdentity(instance="prefill-0", epoch=5)

@@ -17,8 +17,8 @@ from prefill.sender_group import SenderGroup
 from prefill.service import make_item
 from runtime.budget import Budget, BudgetKind
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
+from runtime.rpc.wire import sampling_to_proto
 from runtime.sampling import FinishReason, SamplingParams
-from runtime.wire import sampling_to_proto
 from tests.engine.fake_model import LATENT_DIM, FakeModel
 from tests.prefill.fakes import BLOCK_SIZE, FakeTicketSender, grant_all
 from tests.prefill.service_bench import (

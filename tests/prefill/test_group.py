@@ -25,11 +25,11 @@ from prefill.messages import (
 )
 from prefill.scheduler import Scheduler
 from prefill.sender_group import SenderGroup
-from runtime.endings import RankName
 from runtime.errors import ErrorCode, PeerLostError, RequestCancelledError
 from tests.prefill.fakes import BLOCK_SIZE, FakeRunner, FakeTicketSender, grant_all, make_item
 from tests.prefill.test_ranks import Meeting, make_group
 from tests.waiting import wait_until
+from worker.endings import RankName
 
 BOTH = pytest.mark.parametrize("max_ahead", [0, 1])
 

@@ -17,9 +17,7 @@ from prefill.rank_plan import BatchArrays
 from prefill.scheduler import Scheduler
 from prefill.sender_group import Answer, Followers, SenderGroup
 from runtime.config import PrefillSection
-from runtime.endings import RankName
 from runtime.errors import InternalError, PeerLostError
-from runtime.watchdog import StepOverdueError, WatchdogOptions
 from tests.prefill.fakes import (
     BLOCK_SIZE,
     FakePending,
@@ -29,6 +27,8 @@ from tests.prefill.fakes import (
     make_item,
 )
 from tests.prefill.test_ranks import Meeting, make_group
+from worker.endings import RankName
+from worker.watchdog import StepOverdueError, WatchdogOptions
 
 TIMEOUT_S = 60.0
 ALONE = RankName(instance="prefill-0")

@@ -36,7 +36,6 @@ from runtime.errors import (
     PeerLostError,
     RequestCancelledError,
 )
-from runtime.lifecycle import PrefillStatus
 from runtime.sampling import FinishReason, SamplingParams
 from tests.prefill.fakes import (
     BLOCK_SIZE,
@@ -48,6 +47,7 @@ from tests.prefill.fakes import (
     make_item,
 )
 from tests.waiting import wait_until
+from worker.lifecycle import PrefillStatus
 
 
 class Bench:

@@ -15,7 +15,7 @@ from runtime.errors import (
     TandemError,
 )
 from runtime.pb import common_pb2
-from runtime.rpc import open_channel
+from runtime.rpc.grpc_calls import open_channel
 from runtime.version import WIRE
 from tests.prefill.fake_decode import CREDENTIALS, LAYOUT, SLOT_BYTES, FakeDecode, serve_decode
 

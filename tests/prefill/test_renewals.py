@@ -8,7 +8,7 @@ import pytest
 from prefill.peers import ChannelCache, RankAddress
 from prefill.renewals import TicketRenewer, renewal_interval_s
 from runtime.pb import common_pb2
-from runtime.rpc import open_channel
+from runtime.rpc.grpc_calls import open_channel
 from tests.prefill.fake_decode import CREDENTIALS, FakeDecode, serve_decode
 from tests.waiting import until
 

@@ -8,9 +8,9 @@ from engine.memory.block_pool import BlockPool
 from prefill.request import PrefillRequest
 from prefill.scheduler import CLAIM_PATIENCE_S, Scheduler
 from runtime.errors import InternalError, OutOfBlocksError
-from runtime.lifecycle import PrefillStatus
 from runtime.sampling import SamplingParams
 from tests.prefill.fakes import BLOCK_SIZE, make_grant, make_item
+from worker.lifecycle import PrefillStatus
 
 
 def make_scheduler(

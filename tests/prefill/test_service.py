@@ -11,9 +11,9 @@ from prefill.messages import StopLoop
 from prefill.rank_plan import Closure, ClosureOutcome
 from prefill.worker import PrefillDriver
 from runtime.errors import DrainingError, InternalError, LayoutMismatchError
-from runtime.metrics import render_metrics
+from runtime.metrics.core import render_metrics
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
-from runtime.trace import TraceContext, use_trace
+from runtime.trace.context import TraceContext, use_trace
 from tests.prefill.fakes import BLOCK_SIZE, FIRST_TOKEN
 from tests.prefill.service_bench import (
     IDENTITY,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prefill.fair_share import share_tokens
 from prefill.tier_shares import StepLimits, Want, share_among_tiers
-from runtime.step_time import StepTime
+from runtime.metrics.step_time import StepTime
 
 UNKNOWN = StepTime()
 TIERS = st.lists(

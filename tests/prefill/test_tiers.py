@@ -13,9 +13,9 @@ from prefill.service import make_item as item_of_call
 from prefill.validation import RunLimits
 from runtime.budget import Budget, BudgetKind
 from runtime.pb import common_pb2, prefill_pb2
+from runtime.rpc.wire import standing_to_proto
 from runtime.sampling import SamplingParams
 from runtime.tiers import Standing, TierTokens, tokens_ahead
-from runtime.wire import standing_to_proto
 from tests.prefill.fakes import BLOCK_SIZE, make_grant, make_item
 from tests.prefill.test_scheduler import claim, compute, grant, run_step
 

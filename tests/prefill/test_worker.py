@@ -27,7 +27,7 @@ from runtime.config import (
     PrefillSection,
 )
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2, prefill_pb2_grpc, registry_pb2
-from runtime.rpc import open_channel
+from runtime.rpc.grpc_calls import open_channel
 from runtime.sampling import SamplingParams
 from tests.engine.model.test_mtp import draft
 from tests.prefill.fake_decode import CREDENTIALS

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from runtime.pb import common_pb2, decode_pb2, registry_pb2
-from runtime.wire import error_to_proto
+from runtime.rpc.wire import error_to_proto
 
 if TYPE_CHECKING:
     from tests.router.fakes import FakeDecode

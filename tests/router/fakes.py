@@ -17,13 +17,12 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from runtime.call_server import CallServer, CarriedMethod
 from runtime.errors import (
     OutOfBlocksError,
     StaleTicketError,
     TandemError,
 )
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
 from runtime.pb import (
     common_pb2,
     decode_pb2,
@@ -32,16 +31,17 @@ from runtime.pb import (
     prefill_pb2_grpc,
     registry_pb2,
 )
-from runtime.registration import RegistryClient
-from runtime.rpc import bind_port, create_server, map_rpc_errors, open_channel
-from runtime.sampling import SamplingParams
-from runtime.trace import trace_id
-from runtime.wire import (
+from runtime.rpc.call_server import CallServer, CarriedMethod
+from runtime.rpc.grpc_calls import bind_port, create_server, map_rpc_errors, open_channel
+from runtime.rpc.registration import RegistryClient
+from runtime.rpc.wire import (
     error_from_proto,
     error_to_proto,
     own_wire,
     sampling_from_proto,
 )
+from runtime.sampling import SamplingParams
+from runtime.trace.context import trace_id
 from tests.router.deltas import (
     delta_of,
     error_delta,

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from runtime.errors import InvalidRequestError
 from runtime.pb import common_pb2
+from runtime.rpc.wire import finish_reason_to_proto
 from runtime.sampling import SamplingParams, finish_reason_after
-from runtime.wire import finish_reason_to_proto
 
 MAX_MODEL_LEN = 256
 

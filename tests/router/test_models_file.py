@@ -9,7 +9,7 @@ import pytest
 from router.model import load_served_models
 from router.models_file import ModelEntry, read_models
 from runtime.config import ClusterConfig, ModelSection, RouterSection
-from runtime.config_file import dump_config, load_config, parse_config
+from runtime.config.file import dump_config, load_config, parse_config
 from runtime.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ import pytest
 from deploy.ports import free_port
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ModelSection, RouterSection
-from runtime.config_file import SECRET_VARIABLE, dump_config
+from runtime.config.file import SECRET_VARIABLE, dump_config
 from tests.router.conftest import ANSWER, MODEL
 from tests.router.fakes import SECRET, FakeDecode, FakePrefill
 

@@ -13,10 +13,10 @@ from prefill.messages import LoopLoad
 from prefill.metrics import PrefillMetrics
 from router.metrics import RouterMetrics
 from router.model_metrics import ModelMetrics
-from runtime.lifecycle import DecodeStatus
-from runtime.metrics import gauge_of
+from runtime.metrics.core import gauge_of
 from runtime.pb import registry_pb2
 from worker.health import Health
+from worker.lifecycle import DecodeStatus
 
 BLOCK_TOKENS = 64
 

@@ -22,7 +22,7 @@ from kv_transfer.transports.paired.endpoint import PairedEndpoint
 from kv_transfer.transports.paired.frames import FrameKind, Offer
 from kv_transfer.transports.paired.identity import ProcessIdentity
 from runtime.block_hash import hash_blocks
-from runtime.call_connection import CallConnection, ConnectionOwner, greeting, read_greeting
+from runtime.rpc.call_connection import CallConnection, ConnectionOwner, greeting, read_greeting
 from runtime.sampling import PositionLogprobs
 from runtime.version import WIRE
 from worker.cache_log import CacheEvents, CacheLog

@@ -20,7 +20,7 @@ from runtime.config import (
     TierSection,
     TlsSection,
 )
-from runtime.config_file import (
+from runtime.config.file import (
     cluster_credentials,
     dump_config,
     load_config,

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime.metric_rows import HistogramRow
-from runtime.metrics import MetricsServer, render_metrics
-from runtime.net import Listen
-from runtime.vllm_names import PREFIX, ROWS, VllmNames
+from runtime.metrics.core import MetricsServer, render_metrics
+from runtime.metrics.rows import HistogramRow
+from runtime.metrics.vllm_names import PREFIX, ROWS, VllmNames
+from runtime.net.credentials import Listen
 from tests.prometheus import SCRAPED_EVERY, Prometheus, find_program, why_missing
 from tests.runtime.exports import Exports, make_exports
 from tests.waiting import wait_until

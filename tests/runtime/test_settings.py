@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.config import ClusterConfig, ClusterSection
-from runtime.config_file import load_config, with_settings
+from runtime.config.file import load_config, with_settings
 from runtime.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from engine.parallel.deep_ep_shape import ROW_TILE
 from engine.parallel.nvlink.shape import MAX_TOKENS
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
+from runtime.config.file import dump_config, parse_config, with_settings
 from runtime.config.sizes import AUTO, decide_tokens_per_rank
-from runtime.config_file import dump_config, parse_config, with_settings
 from runtime.errors import ConfigError
 
 DEVICES = st.sampled_from(["cpu", "cuda"])

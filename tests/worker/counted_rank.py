@@ -16,10 +16,10 @@ from engine.boot.experts import counted_experts, place_experts
 from engine.experts.counted import CountedExperts
 from engine.options import ChunkSteps, EngineOptions, KVOptions
 from engine.parallel.dims import ParallelDims
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
 from runtime.pb import experts_pb2, experts_pb2_grpc
-from runtime.rpc import bind_port, create_server, open_channel
-from runtime.wire import identity
+from runtime.rpc.grpc_calls import bind_port, create_server, open_channel
+from runtime.rpc.wire import identity
 from tests.engine.tiny import TINY, tiny_config, write_checkpoint
 from worker.expert_load import ExpertLoadFeed, open_expert_load, told_of
 from worker.expert_service import add_experts

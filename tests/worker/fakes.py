@@ -11,9 +11,9 @@ from typing import Any
 
 from engine.parallel.dims import ParallelDims
 from engine.parallel.groups import ProcessGroups
-from runtime.net import Listen
+from runtime.net.credentials import Listen
 from runtime.pb import registry_pb2, registry_pb2_grpc
-from runtime.rpc import bind_port, create_server
+from runtime.rpc.grpc_calls import bind_port, create_server
 from tests.decode.cluster import CREDENTIALS, HOST, FakeRegistry, make_options
 from worker.host import Endpoint, HostedRank, WorkerHost
 

@@ -16,13 +16,13 @@ from deploy.model_folder import BUNDLED_MODEL
 from engine.config import DeepseekV3Config
 from engine.model.registry import read_config
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
-from runtime.config_file import SECRET_VARIABLE, dump_config
+from runtime.config.file import SECRET_VARIABLE, dump_config
 from runtime.errors import ConfigError
-from runtime.worker import WorkerOptions, parse_worker_options
 from tests.deploy.fakes import write_model
 from tests.engine.tiny import random_tensors, tiny_config, write_checkpoint
 from tests.engine.tiny_llama import llama_config, write_llama
-from tests.runtime.test_worker import arguments
+from tests.worker.test_arguments import arguments
+from worker.arguments import WorkerOptions, parse_worker_options
 from worker.auto_drafts import decided, with_possible_drafts, without_drafts
 from worker.engine_options import engine_options, model_options
 

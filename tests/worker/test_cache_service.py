@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable
 import grpc.aio
 import pytest
 
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
 from runtime.pb import cache_pb2, cache_pb2_grpc, registry_pb2
-from runtime.rpc import bind_port, create_server, open_channel
-from runtime.wire import identity
+from runtime.rpc.grpc_calls import bind_port, create_server, open_channel
+from runtime.rpc.wire import identity
 from tests.worker.cached_rank import Rank, block_hash
 from worker import cache_service
 from worker.cache_service import CacheService

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime.doctor.gpus import read_gpus
-from runtime.worker import WorkerOptions
+from worker.arguments import WorkerOptions
 from worker.run import RankService, run_worker
 
 

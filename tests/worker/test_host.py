@@ -10,7 +10,7 @@ import pytest
 
 from deploy.ports import free_port
 from runtime.errors import ConfigError, InternalError, PeerLostError
-from runtime.net import Listen
+from runtime.net.credentials import Listen
 from runtime.pb import registry_pb2
 from tests.decode.cluster import HOST
 from tests.worker.fakes import FakeDriver, hosted

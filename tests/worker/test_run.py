@@ -9,9 +9,9 @@ import pytest
 from decode.__main__ import make_service as decode_service
 from prefill.__main__ import FOLLOWER_EXTRA_GRACE_S
 from prefill.__main__ import make_service as prefill_service
-from runtime.config_file import SECRET_VARIABLE
+from runtime.config.file import SECRET_VARIABLE
 from runtime.errors import PeerLostError
-from tests.runtime.test_worker import CONFIG, arguments
+from tests.worker.test_arguments import CONFIG, arguments
 from worker.host import WorkerHost
 from worker.run import run_worker
 

@@ -14,12 +14,12 @@ from prometheus_client import CollectorRegistry
 from engine.parallel.lockstep import GroupState, Lockstep, RankState, SoloLockstep
 from engine.pending_step import StepResult
 from engine.step_error import StepError, may_fail
-from runtime.endings import RankName
 from runtime.errors import DrainingError, InternalError, InvalidRequestError, TandemError
-from runtime.watchdog import WatchdogOptions
+from worker.endings import RankName
 from worker.health import Health
 from worker.step_driver import LoopOptions, steps_ahead
 from worker.step_loop import MAX_FAILED_STEPS, StepLoop
+from worker.watchdog import WatchdogOptions
 
 TIMEOUT_S = 60.0
 

@@ -21,7 +21,7 @@ from router.http.serving import Serving
 from router.pool.journal import PoolEvent, PoolJournal
 from router.pool.members import Member
 from router.requests.generation import Generation
-from runtime.rank_picture import describe
+from runtime.stragglers.rank_picture import describe
 
 MAX_TEXT = 160
 """Of the reason of a failure."""

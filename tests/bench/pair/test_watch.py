@@ -13,10 +13,10 @@ from bench.pair.watch import Snapshot, Watch, describe_workers, sum_values
 from decode.metrics import DecodeMetrics
 from prefill.messages import LoopLoad
 from prefill.metrics import PrefillMetrics
-from runtime.lifecycle import DecodeStatus
-from runtime.metrics import MetricsServer, render_metrics
-from runtime.net import Listen
+from runtime.metrics.core import MetricsServer, render_metrics
+from runtime.net.credentials import Listen
 from runtime.pb import registry_pb2
+from worker.lifecycle import DecodeStatus
 
 
 def test_what_is_no_exposition_is_a_value_error() -> None:

@@ -12,8 +12,8 @@ import torch
 
 from bench.ranks.faults import captured_fault, faults_of, skewed, sleeper
 from bench.ranks.live import _block_of, _numbers_of
-from runtime.rank_waits import RankBlock
-from runtime.slow_ranks import SlowKind
+from runtime.stragglers.rank_waits import RankBlock
+from runtime.stragglers.slow_ranks import SlowKind
 
 pytestmark = pytest.mark.nightly
 

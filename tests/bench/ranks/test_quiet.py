@@ -10,9 +10,9 @@ from bench.ranks.judged import JudgedBlocks, alarms_of, longest_alarm
 from bench.ranks.live import Stretch
 from bench.ranks.quiet import QuietLog, beside_others, resident_mib, show_quiet
 from router.pool.rank_watch import LOOK_S
-from runtime.rank_judge import MOST_BLOCKS
-from runtime.rank_waits import STEPS_OF_BLOCK, RankBlock
-from runtime.slow_ranks import SlowKind
+from runtime.stragglers.rank_judge import MOST_BLOCKS
+from runtime.stragglers.rank_waits import STEPS_OF_BLOCK, RankBlock
+from runtime.stragglers.slow_ranks import SlowKind
 
 pytestmark = pytest.mark.nightly
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from bench.ranks.detection import places_of
-from runtime.rank_waits import BLOCKS_OF_WINDOW, Phase, WaitWindow
-from runtime.slow_ranks import SlowKind, find_slow
+from runtime.stragglers.rank_waits import BLOCKS_OF_WINDOW, Phase, WaitWindow
+from runtime.stragglers.slow_ranks import SlowKind, find_slow
 
 pytestmark = pytest.mark.nightly
 

@@ -15,7 +15,7 @@ from deploy.controller import Controller
 from deploy.plan import Role, RunContext
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
 from runtime.config import ClusterConfig
-from runtime.config_file import dump_config
+from runtime.config.file import dump_config
 from tests.deploy.fakes import LocalLauncher, fake_context
 from tests.waiting import wait_until
 

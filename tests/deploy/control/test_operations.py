@@ -24,12 +24,12 @@ from deploy.control.client import follow
 from deploy.control.events import EventKind
 from deploy.errors import ClusterError
 from deploy.state import Phase, RunDir
-from runtime.config_file import load_config
-from runtime.net import Credentials
+from runtime.config.file import load_config
+from runtime.net.credentials import Credentials
+from runtime.net.roles import Role
 from runtime.pb import controller_pb2 as pb
 from runtime.pb import controller_pb2_grpc
-from runtime.roles import Role
-from runtime.rpc import open_channel
+from runtime.rpc.grpc_calls import open_channel
 from tests.deploy.control.cluster import ControlledCluster
 from tests.deploy.fakes import fake_config
 from tests.waiting import wait_until

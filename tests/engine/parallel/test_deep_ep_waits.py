@@ -16,8 +16,8 @@ from engine.parallel.deep_ep_low_latency_dispatcher import DeepEPLowLatencyDispa
 from engine.parallel.deep_ep_waits import WaitCosts
 from engine.parallel.device_waits import StepWaits
 from engine.parallel.pending import Ready
-from runtime.rank_waits import BLOCKS_OF_WINDOW, Phase, WaitWindow
-from runtime.slow_ranks import SlowKind, find_slow
+from runtime.stragglers.rank_waits import BLOCKS_OF_WINDOW, Phase, WaitWindow
+from runtime.stragglers.slow_ranks import SlowKind, find_slow
 from tests.engine.parallel.expert_world import TOP_K, World, run_experts, spread_slots
 from tests.engine.parallel.fake_deep_ep import FakeLibraryBuffer
 from tests.engine.parallel.test_deep_ep_dispatchers import low_latency_shape

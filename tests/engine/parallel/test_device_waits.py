@@ -6,7 +6,7 @@ import torch
 
 from engine.parallel.device_waits import Records, StepSplitter, StepWaits
 from engine.parallel.nvlink.records import SLOTS, RingReader, make_ring, records_of
-from runtime.rank_waits import Phase
+from runtime.stragglers.rank_waits import Phase
 
 US = 1000
 EPOCH = 1_700_000_000_000_000_000

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.rank_waits import RankBlock, WaitWindow, window_of
-from runtime.slow_ranks import SlowKind, find_slow
+from runtime.stragglers.rank_waits import RankBlock, WaitWindow, window_of
+from runtime.stragglers.slow_ranks import SlowKind, find_slow
 from tests.engine.parallel.processes import free_ports, run_rank_processes
 
 NUM_RANKS = 4

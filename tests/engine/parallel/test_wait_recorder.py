@@ -7,8 +7,8 @@ import pytest
 
 from engine.parallel.device_waits import StepWaits
 from engine.parallel.wait_recorder import KEPT_BLOCKS, WaitRecorder
-from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase, window_of
-from runtime.slow_ranks import SlowKind, find_slow
+from runtime.stragglers.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase, window_of
+from runtime.stragglers.slow_ranks import SlowKind, find_slow
 from tests.engine.parallel.virtual_time import (
     ATTENTION_S,
     EXPERTS_S,

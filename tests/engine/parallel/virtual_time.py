@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 
 from engine.parallel.lockstep import GroupLockstep, RankState
 from engine.parallel.wait_recorder import WaitRecorder
-from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase, RankBlock
+from runtime.stragglers.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK, Phase, RankBlock
 from tests.engine.parallel.thread_ranks import Meetings, run_ranks, thread_groups
 
 NUM_LAYERS = 2

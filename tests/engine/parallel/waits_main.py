@@ -24,7 +24,7 @@ from engine.parallel.lockstep import GroupLockstep, RankState
 from engine.parallel.rank_flags import open_rank_flags
 from engine.parallel.row_formats import ExpertShare, PlainRows
 from engine.parallel.wait_recorder import WaitRecorder
-from runtime.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK
+from runtime.stragglers.rank_waits import BLOCKS_OF_WINDOW, STEPS_OF_BLOCK
 from tests.engine.parallel.slow_way import slow_way
 
 NUM_STEPS = BLOCKS_OF_WINDOW * STEPS_OF_BLOCK + 2

@@ -9,7 +9,7 @@ import aiohttp
 
 from bench.ranks.played import Fault, play
 from router.pool.members import WorkerKey
-from runtime.rank_picture import block_to_proto
+from runtime.stragglers.rank_picture import block_to_proto
 from tests.router.conftest import MODEL, Cluster
 from tests.router.pool.test_rank_watch import blocks_of
 

@@ -16,7 +16,7 @@ from router.http.rate_limits import duration_text
 from router.keys.file import add_to_file, remove_from_file
 from router.keys.record import KeyLimits, KeyRecord, hash_key, new_key
 from router.keys.source import KEYS_VARIABLE
-from runtime.renewal import CHECK_S
+from runtime.rpc.renewal import CHECK_S
 from tests.router.conftest import MODEL, Cluster, StartRouter
 from tests.waiting import until
 
@@ -318,7 +318,7 @@ async def test_a_file_that_changes_is_followed_and_a_broken_one_is_not(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("runtime.renewal.CHECK_S", 0.0)
+    monkeypatch.setattr("runtime.rpc.renewal.CHECK_S", 0.0)
     first = add(keys_file, "alice")
     cluster = await with_workers(await start_router(keys_file=str(keys_file)))
     second = add(keys_file, "bob")

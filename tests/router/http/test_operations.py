@@ -20,7 +20,7 @@ from router.http.server import bind_http, port_of
 from router.keys.file import add_to_file
 from router.keys.record import KeyLimits, KeyRecord, Right, hash_key, new_key
 from runtime.config import ClusterConfig, ModelSection, RouterSection
-from runtime.config_file import dump_config
+from runtime.config.file import dump_config
 from runtime.errors import ConfigError
 from tests.router.conftest import MODEL, Cluster
 from tests.router.fakes import SECRET, FakeDecode, FakePrefill

@@ -12,8 +12,8 @@ from router.http.response import Choice, Prompt, ResponseInfo
 from router.pool.members import WorkerKey
 from router.requests.generation import Generation, Mailbox
 from runtime.sampling import SamplingParams
-from runtime.spans import Span, Spans
-from runtime.trace import TraceContext
+from runtime.trace.context import TraceContext
+from runtime.trace.spans import Span, Spans
 
 P0, D0, D1 = WorkerKey("p0", 1, 0), WorkerKey("d0", 2, 0), WorkerKey("d1", 3, 0)
 BEGUN = 100.0

@@ -13,7 +13,7 @@ from router.http.gate import SESSION_COOKIE
 from router.keys.file import add_to_file, remove_from_file
 from router.keys.record import KeyRecord, Right, hash_key, new_key
 from router.keys.source import KEYS_VARIABLE
-from runtime.net import Credentials
+from runtime.net.credentials import Credentials
 from tests.router.conftest import Cluster, StartRouter
 from tests.router.fakes import SECRET
 
@@ -239,7 +239,7 @@ async def test_a_gateway_that_ends_tls_gets_a_cookie_for_tls_only(
 async def test_a_stream_ends_with_the_key_of_its_session(
     start_router: StartRouter, keys_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.renewal.CHECK_S", 0.0)
+    monkeypatch.setattr("runtime.rpc.renewal.CHECK_S", 0.0)
     operator = add(keys_file, "operator", Right.OPERATIONS)
     cluster = await start_router(keys_file=str(keys_file))
     jar = aiohttp.CookieJar(unsafe=True)

@@ -195,7 +195,7 @@ async def test_a_key_of_a_tier_that_is_not_configured_is_told_at_load_and_at_rel
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("runtime.renewal.CHECK_S", 0.0)
+    monkeypatch.setattr("runtime.rpc.renewal.CHECK_S", 0.0)
     file = tmp_path / "keys.toml"
     add(file, "right", tiers=("base",))
     add(file, "lost", tiers=("gold",))

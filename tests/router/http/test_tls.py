@@ -11,9 +11,9 @@ import pytest
 from deploy.certificates import make_certificates
 from router.service import RouterService
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection, TlsSection
-from runtime.config_file import cluster_credentials
+from runtime.config.file import cluster_credentials
 from runtime.pb import registry_pb2, registry_pb2_grpc
-from runtime.rpc import map_rpc_errors, open_channel
+from runtime.rpc.grpc_calls import map_rpc_errors, open_channel
 from tests.router.conftest import MODEL
 from tests.router.fakes import SECRET
 

@@ -12,9 +12,9 @@ from router.keys.ledger import Charge, KeyLedger, LimitKind
 from router.keys.record import LEAST_OUTPUT, KeyLimits
 from router.keys.service import KeysService, RemoteLedger
 from runtime.errors import PeerLostError
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
 from runtime.pb import keys_pb2_grpc
-from runtime.rpc import bind_port, create_server
+from runtime.rpc.grpc_calls import bind_port, create_server
 
 CREDENTIALS = Credentials.of_secret("of tests")
 

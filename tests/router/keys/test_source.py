@@ -11,7 +11,7 @@ from router.keys.record import KeyRecord, hash_key, new_key
 from router.keys.source import KEYS_VARIABLE, KeySource, key_source, parse_given
 from runtime.config import ClusterConfig, ClusterSection, RouterSection, TlsSection
 from runtime.errors import ConfigError
-from runtime.renewal import CHECK_S
+from runtime.rpc.renewal import CHECK_S
 
 LONG = "0123456789abcdef"
 

@@ -10,7 +10,7 @@ from router.pool.members import WorkerKey
 from router.pool.rank_watch import KEPT_BLOCKS, LOOK_S, RankWatch
 from router.rank_metrics import RankMetrics
 from runtime.pb import registry_pb2
-from runtime.rank_picture import (
+from runtime.stragglers.rank_picture import (
     block_from_proto,
     block_to_proto,
     describe,
@@ -19,8 +19,8 @@ from runtime.rank_picture import (
     picture_to_proto,
     words_of,
 )
-from runtime.rank_waits import RankBlock, WaitWindow
-from runtime.slow_ranks import SlowKind, find_slow
+from runtime.stragglers.rank_waits import RankBlock, WaitWindow
+from runtime.stragglers.slow_ranks import SlowKind, find_slow
 
 LIFE = ("decode-0", 7)
 

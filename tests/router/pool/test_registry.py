@@ -25,11 +25,11 @@ from router.pool.registry import MAX_REFUSED, REFUSED_S, Registry, SupersededErr
 from router.pool.registry_service import watch_forever
 from runtime.errors import ConfigError
 from runtime.pb import common_pb2, registry_pb2, registry_pb2_grpc
-from runtime.registration import RegistryClient
-from runtime.rpc import open_channel
+from runtime.rpc.grpc_calls import open_channel
+from runtime.rpc.registration import RegistryClient
+from runtime.rpc.wire import own_wire
 from runtime.tiers import TierTokens
 from runtime.version import WIRE
-from runtime.wire import own_wire
 from tests.router.conftest import StartRouter
 from tests.router.fakes import CREDENTIALS
 from tests.waiting import until

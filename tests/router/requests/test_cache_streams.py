@@ -15,10 +15,10 @@ from router.pool.view import PoolView
 from router.requests import cache_streams
 from router.requests.cache_streams import CacheStreams
 from router.requests.clients import WorkerClients
-from runtime.net import Credentials, Listen
+from runtime.net.credentials import Credentials, Listen
 from runtime.pb import cache_pb2, cache_pb2_grpc, registry_pb2
-from runtime.rpc import bind_port, create_server
-from runtime.wire import identity
+from runtime.rpc.grpc_calls import bind_port, create_server
+from runtime.rpc.wire import identity
 from tests.router.routing.pools import endpoint
 from tests.worker.cached_rank import Rank, block_hash
 from worker.cache_service import CacheService

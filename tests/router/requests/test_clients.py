@@ -10,9 +10,9 @@ import pytest
 
 from router.pool.members import Member, Role, WorkerKey
 from router.requests.clients import WorkerClients
-from runtime.net import Listen
+from runtime.net.credentials import Listen
 from runtime.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
-from runtime.rpc import bind_port, create_server
+from runtime.rpc.grpc_calls import bind_port, create_server
 from tests.router.conftest import ANSWER, MODEL, StartRouter
 from tests.router.fakes import CREDENTIALS
 from tests.waiting import until

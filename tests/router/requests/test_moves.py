@@ -6,11 +6,11 @@ import aiohttp
 import pytest
 
 from router.requests.pipeline import MAX_SUSPICIONS
-from runtime.endings import RankName, failure_of_requests
 from runtime.errors import DeviceError, InternalError, PeerLostError, TandemError
-from runtime.watchdog import StepOverdueError
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.waiting import until
+from worker.endings import RankName, failure_of_requests
+from worker.watchdog import StepOverdueError
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 ALONE = RankName(instance="worker-0")

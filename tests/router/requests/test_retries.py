@@ -9,7 +9,6 @@ import orjson
 import pytest
 
 from router.requests import attempt as attempt_module
-from runtime.endings import RankName, failure_of_requests
 from runtime.errors import (
     DrainingError,
     OutOfBlocksError,
@@ -18,9 +17,10 @@ from runtime.errors import (
     StaleTicketError,
     TransferFailedError,
 )
-from runtime.watchdog import StepOverdueError
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 from tests.waiting import until
+from worker.endings import RankName, failure_of_requests
+from worker.watchdog import StepOverdueError
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
 LOST = TransferFailedError("the KV was lost")

@@ -13,8 +13,8 @@ from router.requests.generation import Generation, Mailbox, Output
 from router.requests.sink import AttemptSink
 from runtime.errors import InternalError, PeerLostError
 from runtime.pb import common_pb2, decode_pb2, prefill_pb2
+from runtime.rpc.wire import error_to_proto
 from runtime.sampling import FinishReason, SamplingParams
-from runtime.wire import error_to_proto
 
 LOST = PeerLostError("gone")
 

@@ -14,7 +14,7 @@ from router.text.calls.formats import CALL_FORMATS
 from router.text.calls.kimi import KIMI_MARKS
 from router.text.template_choice import shipped_template
 from runtime.config import ModelSection
-from runtime.config_file import dump_config, load_config, parse_config, with_settings
+from runtime.config.file import dump_config, load_config, parse_config, with_settings
 from runtime.errors import ConfigError
 from tests.router.conftest import SPECIAL, TEMPLATE, write_model
 from tests.router.text import templates

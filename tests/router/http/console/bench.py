@@ -24,7 +24,7 @@ import psutil
 from deploy.ports import free_port
 from router.text.tokenizer import Tokenizer
 from runtime.config import ClusterConfig, ModelSection, RouterSection
-from runtime.config_file import dump_config
+from runtime.config.file import dump_config
 from tests.router.conftest import MODEL, write_model
 from tests.router.fakes import SECRET
 from tests.router.http.console.browser import Tab, open_tab

@@ -22,7 +22,7 @@ from router.keys.file import add_to_file, remove_from_file
 from router.keys.record import KeyRecord, Right, hash_key, new_key
 from router.pool.members import WorkerKey
 from runtime.pb import registry_pb2
-from runtime.rank_picture import block_to_proto
+from runtime.stragglers.rank_picture import block_to_proto
 from tests.router.conftest import MODEL, Cluster, StartRouter
 from tests.router.fakes import FakeDecode
 from tests.router.http.console.browser import Tab, chromium, open_tab
@@ -394,7 +394,7 @@ async def test_everything_that_can_be_used_has_a_name(cluster: Cluster, tab: Tab
 async def test_a_browser_signs_in_looks_and_signs_out(
     start_router: StartRouter, tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.renewal.CHECK_S", 0.0)
+    monkeypatch.setattr("runtime.rpc.renewal.CHECK_S", 0.0)
     key, file = new_key(), tmp_path / "keys.toml"
     record = KeyRecord(name="ops", sha256=hash_key(key), rights=frozenset({Right.OPERATIONS}))
     add_to_file(file, record)

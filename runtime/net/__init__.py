@@ -1,0 +1,1 @@
+"""Addresses, TLS and the cluster's secret: who may talk to whom."""
