@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode.draft_budget import DraftBudget, agreed_costs
-from decode.draft_costs import Costs, StepCosts, imagined_costs, monotone, typical
+from decode.draft_costs import Costs, StepCosts, imagined_costs, monotone
 from decode.draft_survival import DraftSurvival
 from engine.draft_choices import DraftChoices
 from engine.graphs.buckets import batch_buckets, bucket_for
+from engine.graphs.step_times import typical
 from engine.pending_step import StepResult
 from engine.request import Request
 from engine.sampling.inputs import SampledToken

@@ -15,8 +15,8 @@ from kv_transfer.metadata import NO_DRAFT
 from runtime.errors import LayoutMismatchError
 from tests.decode.helpers import BLOCK_SIZE
 from tests.decode.imagined import LAYOUT
-from tests.decode.test_border import FACTS, claim
 from tests.decode.test_rank import VOCAB_SIZE, Bench
+from tests.decode.test_validation import FACTS, claim
 
 LENGTHS = sorted({BLOCK_SIZE * count + more for count in (1, 2, 3) for more in (-1, 0, 1)})
 

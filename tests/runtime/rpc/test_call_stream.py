@@ -12,13 +12,13 @@ import pytest
 
 from runtime.net.credentials import Credentials, Listen
 from runtime.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
+from runtime.rpc import call_stream
 from runtime.rpc.call_connection import greeting
 from runtime.rpc.call_server import CallServer, CarriedContext, CarriedMethod
 from runtime.rpc.call_stream import MAX_CARRIED_BYTES, CallStream, Method
 from runtime.rpc.grpc_calls import (
     WORKER_LIMITS,
     bind_port,
-    call_stream,
     create_server,
     open_channel,
 )
