@@ -20,8 +20,8 @@ import psutil
 
 import deploy
 from deploy.errors import ClusterError
+from deploy.running.sweep import find_processes, memory_of
 from deploy.state import run_dir_of
-from deploy.sweep import find_processes, memory_of
 from runtime.config import ClusterConfig
 from runtime.config.file import dump_config
 

@@ -10,33 +10,24 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from deploy.advice import commands_of, for_command, for_word
-from deploy.commands import (
+from deploy.commands import completion
+from deploy.commands.advice import commands_of, for_command, for_word
+from deploy.commands.by_hand import certificates, router, secret, worker
+from deploy.commands.cluster import (
     apply,
-    bench,
-    certificates,
     chat,
-    completion,
-    doctor,
     down,
-    download,
     drain,
     events,
-    experts,
     generate,
-    keys,
     logs,
-    model,
     ranks,
     restart,
-    router,
     scale,
-    secret,
     status,
     up,
-    validate,
-    worker,
 )
+from deploy.commands.prepare import bench, doctor, download, experts, keys, model, validate
 from deploy.errors import ClusterError, RefusedError, WrongArgumentError
 from runtime.errors import ConfigError
 from runtime.version import installed_version

@@ -17,11 +17,11 @@ from deploy.control.events import Event, EventKind, EventLog, interrupted
 from deploy.control.membership import died_while_starting
 from deploy.control.pool_events import PoolEvents
 from deploy.errors import ClusterError
-from deploy.fleet import Fleet, FleetTimes
-from deploy.launcher import Launcher
 from deploy.plan import Role, RunContext
-from deploy.pool_watch import PoolWatch
+from deploy.running.fleet import Fleet, FleetTimes
+from deploy.running.launcher import Launcher
 from deploy.state import Phase, ProcessState
+from deploy.views.pool_watch import PoolWatch
 from runtime.logging import fields, get_logger
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from deploy.errors import WrongArgumentError
 from deploy.plan import Role
-from deploy.pool_watch import PoolMembers
+from deploy.views.pool_watch import PoolMembers
 from runtime.errors import DeadlineExceededError, TandemError
 from runtime.net.credentials import Credentials
 

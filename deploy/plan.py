@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.places import Place, Places
-from deploy.rank_command import rank_command
+from deploy.hosts.places import Place, Places
+from deploy.running.rank_command import rank_command
 from router.keys.source import KEYS_VARIABLE
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.config.cluster import LOCAL_RAY

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from types import FrameType
 
 from deploy.certificates import authority_of, with_certificates
-from deploy.checks import (
+from deploy.checkpoint.model_folder import with_model
+from deploy.checks.cluster import (
     check_config,
     check_ports,
     checked_keys,
@@ -25,8 +26,6 @@ from deploy.checks import (
 from deploy.controller import Controller
 from deploy.devices import count_devices
 from deploy.errors import ClusterError
-from deploy.former_run import FormerRun, end_former_run, find_former_run, settings_of
-from deploy.model_folder import with_model
 from deploy.plan import (
     Role,
     RunContext,
@@ -34,11 +33,12 @@ from deploy.plan import (
     plan_instances,
     process_name,
 )
-from deploy.ray_launcher import RayLauncher
-from deploy.ray_settings import RaySettings
-from deploy.ray_start import KEPT_LOGS
+from deploy.ray.launcher import RayLauncher
+from deploy.ray.settings import RaySettings
+from deploy.ray.start import KEPT_LOGS
+from deploy.running.former_run import FormerRun, end_former_run, find_former_run, settings_of
+from deploy.running.sweep import clean_up
 from deploy.state import ClusterState, Phase, ProcessState, RunDir
-from deploy.sweep import clean_up
 from router.keys.source import KEYS_VARIABLE, asks_for_keys
 from runtime.config import ClusterConfig
 from runtime.config.file import SECRET_VARIABLE, cluster_credentials, dump_config

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from router.errors import RequestError
+from router.metrics.model import ModelMetrics
 from router.model import ModelLimits, ServedModel
-from router.model_metrics import ModelMetrics
 from router.pool.members import Member, Role, WorkerKey
 from router.pool.readiness import Readiness
 from router.pool.view import PoolView

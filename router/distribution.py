@@ -1,7 +1,7 @@
 """A histogram that takes many values at once: how many of each bucket, and their sum.
 
 prometheus_client's own takes values one by one, each with two locks. The numbers are kept in its
-values, so several processes of one port still add up in files (`router.shared_metrics`).
+values, so several processes of one port still add up in files (`router.metrics.shared`).
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from pathlib import Path
 import grpc.aio
 from prometheus_client.multiprocess import mark_process_dead
 
-from router.http.gate import holder_of
+from router.http.access.gate import holder_of
 from router.http.server import HttpServer, bind_http, port_of
 from router.keys.ledger import KeyLedger
 from router.keys.service import KeysService, RemoteLedger
 from router.keys.source import key_source
-from router.metrics import RouterMetrics
+from router.metrics.core import RouterMetrics
 from router.model import load_served_models
 from router.pool.registry import Registry
 from router.pool.registry_service import RegistryService, watch_forever

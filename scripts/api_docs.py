@@ -22,15 +22,15 @@ sys.path.insert(0, str(ROOT))
 from aiohttp import web  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
+from router.http.apis.generate import GenerateRequest  # noqa: E402
+from router.http.apis.messages.request import CountRequest, MessagesRequest  # noqa: E402
+from router.http.apis.responses.request import InputRequest, ResponsesRequest  # noqa: E402
+from router.http.apis.tokenization import DetokenizeRequest, TokenizeRequest  # noqa: E402
 from router.http.app import Operations, api_routes  # noqa: E402
 from router.http.endpoints import Serving  # noqa: E402
-from router.http.generate import GenerateRequest  # noqa: E402
-from router.http.hints import HINTS, HOSTED_TOOLS, Body  # noqa: E402
-from router.http.messages.request import CountRequest, MessagesRequest  # noqa: E402
-from router.http.responses.request import InputRequest, ResponsesRequest  # noqa: E402
-from router.http.schema import ChatRequest, CompletionRequest  # noqa: E402
-from router.http.tokenization import DetokenizeRequest, TokenizeRequest  # noqa: E402
-from router.http.unsupported import unknown_fields  # noqa: E402
+from router.http.openai.hints import HINTS, HOSTED_TOOLS, Body  # noqa: E402
+from router.http.openai.schema import ChatRequest, CompletionRequest  # noqa: E402
+from router.http.openai.unsupported import unknown_fields  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "use" / "api.md"
 BODIES: dict[str, type[BaseModel]] = {

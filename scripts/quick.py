@@ -2,7 +2,7 @@
 
 A change is what differs from the commit where this branch left main, uncommitted and new files
 included; on main itself, what is not committed, or else the last commit. A file of a package stands
-for the tests of its folder: ``router/http/sse.py`` for ``tests/router/http``. A file that many
+for the tests of its folder: ``router/http/wire/sse.py`` for ``tests/router/http``. A file that many
 stand on (``runtime/``, ``proto/``) stands for the quick tests of its users, too.
 """
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
+from deploy.checkpoint.model_shapes import shape_names
 from deploy.cli import build_parser, main
 from deploy.commands.common import settings_of
-from deploy.model_shapes import shape_names
 from deploy.plan import num_devices_needed, plan_instances
 from router.keys.file import read_keys
 from router.models_file import read_models
@@ -118,8 +118,8 @@ class Host:
         self._keys = folder / "keys.toml"
         main(["keys", "add", "somebody", "--file", str(self._keys)])
         ports = itertools.count(20000)
-        monkeypatch.setattr("deploy.checks._with_own_address", lambda config: config)
-        monkeypatch.setattr("deploy.checks.free_ports", lambda *_: next(ports))
+        monkeypatch.setattr("deploy.checks.cluster._with_own_address", lambda config: config)
+        monkeypatch.setattr("deploy.checks.cluster.free_ports", lambda *_: next(ports))
 
     def validate(self, config: ClusterConfig, *more: str) -> int:
         """The status of `tandem validate`."""

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.mark.parametrize(
     ("path", "test"),
     [
-        ("router/http/sse.py", "tests/router/http"),
+        ("router/http/wire/sse.py", "tests/router/http"),
         ("router/service.py", "tests/router"),
         ("decode/loop.py", "tests/decode"),
         ("kv_transfer/transports/nixl.py", "tests/kv_transfer"),
@@ -29,7 +29,9 @@ def test_a_file_asks_for_the_tests_of_its_folder(path: str, test: str) -> None:
 
 
 def test_what_a_wanted_folder_holds_is_not_named_again() -> None:
-    tests = quick.tests_of(["router/service.py", "router/http/sse.py", "tests/router/fakes.py"])
+    tests = quick.tests_of(
+        ["router/service.py", "router/http/wire/sse.py", "tests/router/fakes.py"]
+    )
     assert "tests/router" in tests
     assert not any(test.startswith("tests/router/") for test in tests)
 

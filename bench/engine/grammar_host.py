@@ -33,7 +33,7 @@ import torch
 
 from bench.engine.machine import describe_machine
 from bench.engine.schemas import STOP, choose_token, draw_schema, widened
-from deploy.model_folder import BUNDLED_MODEL
+from deploy.checkpoint.model_folder import BUNDLED_MODEL
 from engine.host_copy import host_tensor
 from grammar.compile_process import grammar_of
 from grammar.constraints import Compiler, Constraints

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from deploy.model_folder import BUNDLED_MODEL
+from deploy.checkpoint.model_folder import BUNDLED_MODEL
 from grammar.constraints import Compiler, Constraints
 from grammar.matcher import Matcher, num_mask_words
 from grammar.vocabulary import Vocabulary, read_vocabulary

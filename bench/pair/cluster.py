@@ -20,13 +20,9 @@ from typing import Any
 import psutil
 
 from bench.engine.report import say
-from deploy.checks import check_config, resolve_config
-from deploy.child import Child, ChildReport
+from deploy.checks.cluster import check_config, resolve_config
 from deploy.devices import NO_MULTICAST, count_devices, rotate, visible_devices
 from deploy.errors import ClusterError, ProcessDiedError
-from deploy.instance import Death
-from deploy.launcher import places_here
-from deploy.log_lines import last_stage
 from deploy.plan import (
     InstancePlan,
     Role,
@@ -35,7 +31,11 @@ from deploy.plan import (
     plan_instances,
     process_specs,
 )
-from deploy.sweep import clean_up
+from deploy.running.child import Child, ChildReport
+from deploy.running.instance import Death
+from deploy.running.launcher import places_here
+from deploy.running.sweep import clean_up
+from deploy.views.log_lines import last_stage
 from runtime.config import ClusterConfig
 from runtime.config.file import dump_config
 from runtime.net.credentials import Credentials

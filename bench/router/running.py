@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from bench.router.load import HOST, Router
-from deploy.checks import resolve_config
+from deploy.checks.cluster import resolve_config
 from deploy.ports import free_port
 from runtime.config import ClusterConfig
 from runtime.config.file import SECRET_VARIABLE, dump_config

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deploy.checks import check_config, checked_keys
+from deploy.checks.cluster import check_config, checked_keys
 from deploy.control.difference import (
     FieldChange,
     check_can_change,
@@ -30,9 +30,9 @@ from deploy.control.restart import roll
 from deploy.control.scale import choose_leaving
 from deploy.control.settings import adopt, forget_unused, keep_size, resolved_like
 from deploy.errors import RefusedError, WrongArgumentError
-from deploy.fleet import Fleet
-from deploy.instance import Instance
 from deploy.plan import Role, num_devices_needed, plan_instances
+from deploy.running.fleet import Fleet
+from deploy.running.instance import Instance
 from runtime.config import ClusterConfig
 from runtime.config.file import parse_config
 from runtime.parsing import parse_toml

@@ -12,9 +12,9 @@ from deploy.control.membership import add_instance, remove_instance, restart_ins
 from deploy.control.operation import Operation
 from deploy.drain import DrainOutcome, Left, drain_ranks, ranks_in
 from deploy.errors import ClusterError
-from deploy.fleet import Fleet
-from deploy.instance import Instance
 from deploy.plan import Role
+from deploy.running.fleet import Fleet
+from deploy.running.instance import Instance
 
 
 async def start_members(

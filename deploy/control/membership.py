@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from deploy.control.events import EventKind
 from deploy.errors import ClusterError, ProcessDiedError
-from deploy.fleet import Fleet
-from deploy.instance import Death, Instance
 from deploy.plan import Role
+from deploy.running.fleet import Fleet
+from deploy.running.instance import Death, Instance
 from deploy.state import Phase
 from runtime.logging import fields, get_logger
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from deploy.control.difference import FieldChange
 from deploy.control.operation import Request, Work
 from deploy.errors import RefusedError
-from deploy.fleet import Fleet
 from deploy.plan import InstancePlan, Role, num_devices_needed
+from deploy.running.fleet import Fleet
 
 WORKER_ROLES = (Role.PREFILL, Role.DECODE)
 

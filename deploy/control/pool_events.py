@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deploy.control.events import EventKind, EventLog
-from deploy.pool_watch import PoolMembers
+from deploy.views.pool_watch import PoolMembers
 
 
 @dataclass(slots=True)

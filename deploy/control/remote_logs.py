@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import grpc.aio
 
 from deploy.control.client import asked_of, controller_address
-from deploy.log_reader import MAX_CHUNK_BYTES, LogChunk, whole_lines
 from deploy.state import ClusterState
+from deploy.views.log_reader import MAX_CHUNK_BYTES, LogChunk, whole_lines
 from runtime.net.credentials import Credentials
 from runtime.net.roles import Role
 from runtime.pb import controller_pb2, controller_pb2_grpc

@@ -16,9 +16,9 @@ from deploy.control.members import replace_member, restart_member
 from deploy.control.operation import Operation, Request
 from deploy.control.plans import OperationPlan, Prepared, devices_of, ratio_of, sizes_after
 from deploy.errors import RefusedError, WrongArgumentError
-from deploy.fleet import Fleet
-from deploy.instance import Instance
 from deploy.plan import Role
+from deploy.running.fleet import Fleet
+from deploy.running.instance import Instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from deploy.checks import check_config
+from deploy.checks.cluster import check_config
 from deploy.control.events import EventKind
 from deploy.control.members import start_members, stop_members
 from deploy.control.operation import Operation, Request
@@ -19,9 +19,9 @@ from deploy.control.plans import (
 )
 from deploy.control.settings import keep_size, with_instances
 from deploy.errors import RefusedError, WrongArgumentError
-from deploy.fleet import Fleet
-from deploy.instance import Instance
 from deploy.plan import Role, num_devices_needed, plan_instances
+from deploy.running.fleet import Fleet
+from deploy.running.instance import Instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from deploy.control.restart import RestartWish, chosen, prepare_restart
 from deploy.control.scale import ScaleWish, prepare_scale
 from deploy.control.set_aside import prepare_drain
 from deploy.errors import ClusterError, WrongArgumentError
-from deploy.fleet import Fleet
 from deploy.plan import Role
+from deploy.running.fleet import Fleet
 from runtime.errors import ConfigError
 from runtime.net.credentials import Listen
 from runtime.pb import controller_pb2 as pb

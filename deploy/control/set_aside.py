@@ -8,9 +8,9 @@ from deploy.control.operation import Operation, Request
 from deploy.control.plans import OperationPlan, Prepared
 from deploy.drain import DrainOutcome, is_last_of_its_role
 from deploy.errors import ClusterError, RefusedError, WrongArgumentError
-from deploy.fleet import Fleet
-from deploy.instance import Instance
 from deploy.plan import Role
+from deploy.running.fleet import Fleet
+from deploy.running.instance import Instance
 from deploy.state import Phase
 
 

@@ -12,11 +12,11 @@ import dataclasses
 import re
 from pathlib import Path
 
-from deploy.checks import resolve_config
+from deploy.checkpoint.model_folder import model_like
+from deploy.checks.cluster import resolve_config
 from deploy.errors import ClusterError
-from deploy.fleet import Fleet
-from deploy.model_folder import model_like
 from deploy.plan import Role
+from deploy.running.fleet import Fleet
 from runtime.config import ClusterConfig
 from runtime.config.file import dump_config
 

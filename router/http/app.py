@@ -14,19 +14,19 @@ from aiohttp import web
 
 from router.backend import Backend
 from router.errors import RequestError, as_tandem_error
-from router.http.access import is_for_clients
-from router.http.connections import Connections
-from router.http.cors import CrossOrigin
-from router.http.dialect import OPENAI, Dialect
+from router.http.access.access import is_for_clients
+from router.http.access.cors import CrossOrigin
+from router.http.apis.dialect import OPENAI, Dialect
+from router.http.apis.foreign import ForeignEndpoints
+from router.http.apis.messages.answer import ANTHROPIC
+from router.http.apis.tokenizer_endpoints import TokenizerEndpoints
 from router.http.endpoints import OpenAIEndpoints
 from router.http.errors import CLIENT_CLOSED, LABELS, STATUSES, Failure, failure_from
 from router.http.experts import ExpertRecordings
-from router.http.foreign import ForeignEndpoints
-from router.http.messages.answer import ANTHROPIC
-from router.http.models import ModelEndpoints
+from router.http.openai.models import ModelEndpoints
 from router.http.request_id import REQUEST_ID_KEY, request_id_of
 from router.http.serving import MODEL_KEY, Serving
-from router.http.tokenizer_endpoints import TokenizerEndpoints
+from router.http.wire.connections import Connections
 from router.pool.members import Member
 from router.pool.view import PoolView
 from runtime.errors import TandemError

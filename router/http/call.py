@@ -8,11 +8,11 @@ from typing import Generic, TypeVar
 from aiohttp import web
 
 from router.backend import Backend
-from router.http.gate import KeyUse
-from router.http.hints import IGNORED_HEADER
-from router.http.output_rules import CompiledRules, OutputRules
-from router.http.schema import ChatRequest, CompletionRequest
-from router.http.unsupported import ignored_fields
+from router.http.access.gate import KeyUse
+from router.http.openai.hints import IGNORED_HEADER
+from router.http.openai.output_rules import CompiledRules, OutputRules
+from router.http.openai.schema import ChatRequest, CompletionRequest
+from router.http.openai.unsupported import ignored_fields
 from router.model import ModelLimits
 from router.requests.admission import BodyBytes
 from runtime.config.tiers import RESERVED_NAMES

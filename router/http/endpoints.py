@@ -15,16 +15,17 @@ from functools import partial
 from aiohttp import web
 
 from router.errors import NotReadyError
-from router.http.body import read_body
+from router.http.access.gate import cache_salt_of, use_of
+from router.http.access.routing_headers import conversation_of, wants_routing
+from router.http.access.tiers import standing_of
+from router.http.apis.dialect import OPENAI, Dialect
+from router.http.apis.error_params import errors_named_by
 from router.http.call import Call, RequestT, cut_off_reader, cut_off_slow, headers_of
-from router.http.chat import ChatBody, ChatStream
-from router.http.completions import CompletionBody, CompletionStream, CompletionText
-from router.http.conversation import new_reader, tells_reasoning
-from router.http.dialect import OPENAI, Dialect
-from router.http.error_params import errors_named_by
-from router.http.gate import cache_salt_of, use_of
-from router.http.output_rules import rules_of
-from router.http.params import (
+from router.http.openai.chat import ChatBody, ChatStream
+from router.http.openai.completions import CompletionBody, CompletionStream, CompletionText
+from router.http.openai.conversation import new_reader, tells_reasoning
+from router.http.openai.output_rules import rules_of
+from router.http.openai.params import (
     choices_per_prompt,
     for_choice,
     for_prompt,
@@ -32,16 +33,15 @@ from router.http.params import (
     sampling_from,
     tokens_asked_for,
 )
-from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
+from router.http.openai.prompts import chat_prompt, check_chat, check_completion, completion_prompts
+from router.http.openai.response import Choice, Prompt, ResponseFormat, ResponseInfo
+from router.http.openai.schema import ChatRequest, CompletionRequest, parse_body
+from router.http.openai.unsupported import refuse_unsupported
 from router.http.request_id import REQUEST_ID_KEY
 from router.http.request_spans import record_request
 from router.http.responder import TIMINGS_HEADER, Responder
-from router.http.response import Choice, Prompt, ResponseFormat, ResponseInfo
-from router.http.routing_headers import conversation_of, wants_routing
-from router.http.schema import ChatRequest, CompletionRequest, parse_body
 from router.http.serving import Serving, backend_for
-from router.http.tiers import standing_of
-from router.http.unsupported import refuse_unsupported
+from router.http.wire.body import read_body
 from router.model import ModelLimits, ServedModel
 from router.requests.admission import BodyBytes
 from router.requests.generation import Generation, Mailbox

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from router.http.response import Choice, ResponseInfo
+from router.http.openai.response import Choice, ResponseInfo
 from router.pool.members import WorkerKey
 from runtime.trace.context import TraceContext
 from runtime.trace.spans import Span, Spans, Value

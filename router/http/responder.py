@@ -16,14 +16,14 @@ import orjson
 from aiohttp import web
 
 from router.errors import as_tandem_error
-from router.http import sse
-from router.http.dialect import Dialect
+from router.http.apis.dialect import Dialect
 from router.http.errors import failure_from
-from router.http.flow import TextFlow
-from router.http.outlet import Outlet
-from router.http.reply import Reply
-from router.http.response import Choice, ResponseFormat, ResponseInfo, TextEvents
-from router.model_metrics import ModelMetrics
+from router.http.openai.response import Choice, ResponseFormat, ResponseInfo, TextEvents
+from router.http.wire import sse
+from router.http.wire.flow import TextFlow
+from router.http.wire.outlet import Outlet
+from router.http.wire.reply import Reply
+from router.metrics.model import ModelMetrics
 from router.requests.generation import Output
 from router.requests.run import RequestRun
 from runtime.errors import TandemError

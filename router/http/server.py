@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from aiohttp import web
 
 from router.backend import Backend, Backends
+from router.http.access.gate import Gate
 from router.http.app import create_app
-from router.http.connections import ConnectionLimits, Connections
 from router.http.console.console import Console
-from router.http.gate import Gate
 from router.http.paths import take_trailing_slashes
 from router.http.serving import Serving
+from router.http.wire.connections import ConnectionLimits, Connections
 from router.keys.ledger import KeyLedger, Ledger
 from router.keys.source import KeySource
-from router.metrics import RouterMetrics
+from router.metrics.core import RouterMetrics
+from router.metrics.model import ModelMetrics
+from router.metrics.recent import LoadLines, RecentWindow, Totals
 from router.model import ServedModel
-from router.model_metrics import ModelMetrics
 from router.pool.journal import PoolJournal
 from router.pool.members import Departure, Member
-from router.recent import LoadLines, RecentWindow, Totals
 from router.requests.admission import BodyBudget
 from router.text.lanes import Lanes
 from runtime.config import RouterSection, TracingSection

@@ -9,10 +9,10 @@ from functools import partial
 from aiohttp import web
 
 from router.backend import Backend, Backends
+from router.http.access.gate import Gate, may_use
 from router.http.console.finished import FinishedRequests
-from router.http.gate import Gate, may_use
-from router.metrics import RouterMetrics
-from router.recent import Recent
+from router.metrics.core import RouterMetrics
+from router.metrics.recent import Recent
 from router.text.lanes import Lanes
 from runtime.config import RouterSection
 from runtime.net.credentials import Credentials

@@ -2,5 +2,5 @@
 
 Keys are found by their hashes (`record`, `file`, `source`), their use is counted in buckets
 (`bucket`, `ledger`) that the HTTP processes of one router share (`service`), and whoever waits for
-something stands in a `line`. Nothing here knows HTTP: `router.http.gate` does.
+something stands in a `line`. Nothing here knows HTTP: `router.http.access.gate` does.
 """

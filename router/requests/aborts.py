@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from router.model_metrics import ModelMetrics
+from router.metrics.model import ModelMetrics
 from router.pool.members import Member, WorkerKey
 from router.requests.clients import WorkerClients
 from runtime.background import BackgroundTasks

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
-from router.model_metrics import ModelMetrics
+from router.metrics.model import ModelMetrics
 from router.pool.members import Member, Role, WorkerKey
 from router.pool.view import PoolView
 from router.requests.aborts import Aborts

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.checks import resolve_config
-from deploy.child import Child, ChildReport, LogPiece, read_log
+from deploy.checks.cluster import resolve_config
 from deploy.errors import ClusterError
-from deploy.launcher import Room, Running, SupervisorLostError, Waiting, places_here
-from deploy.places import Places
+from deploy.hosts.places import Places
 from deploy.plan import InstancePlan, ProcessSpec, Role, RunContext
+from deploy.running.child import Child, ChildReport, LogPiece, read_log
+from deploy.running.launcher import Room, Running, SupervisorLostError, Waiting, places_here
 from deploy.state import RunDir
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection
 from runtime.config.file import dump_config

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.sweep import find_processes
+from deploy.running.sweep import find_processes
 from tests.deploy.test_up import Cluster
 
 NUM_STARTS = 10

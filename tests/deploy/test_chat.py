@@ -14,9 +14,9 @@ import pytest
 from aiohttp import web
 
 from deploy.cli import main
-from deploy.commands.chat import Talk
+from deploy.clients.openai_client import Server
+from deploy.commands.cluster.chat import Talk
 from deploy.errors import ClusterError
-from deploy.openai_client import Server
 
 
 @dataclass(slots=True)

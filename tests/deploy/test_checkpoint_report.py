@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.checkpoint_report import checkpoint_lines
+from deploy.checkpoint.report import checkpoint_lines
 from runtime.config import ClusterConfig, ModelSection, RouterSection
 from runtime.errors import ConfigError
 from tests.router.conftest import write_model

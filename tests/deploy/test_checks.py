@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy.checks import (
+from deploy.checkpoint.model_folder import BUNDLED_MODEL
+from deploy.checks.cluster import (
     check_config,
     check_ports,
     remarks_of,
     resolve_config,
 )
 from deploy.devices import count_devices
-from deploy.model_folder import BUNDLED_MODEL
 from deploy.ports import free_port
 from runtime.config import ClusterConfig, DecodeSection
 from runtime.errors import ConfigError
@@ -210,7 +210,7 @@ def test_what_is_open_is_none_where_the_checkpoint_has_no_layer(
     """And what runs without drafts is refused for nothing else."""
     config = with_section(fake_config(tmp_path), "decode", num_speculative_tokens=asked)
     write_model(tmp_path, num_nextn_predict_layers=num_layers)
-    with caplog.at_level("INFO", logger="deploy.drafts"):
+    with caplog.at_level("INFO", logger="deploy.checks.drafts"):
         resolved = resolve_config(config)
     assert resolved.decode.num_speculative_tokens == decided
     check_config(resolved, num_devices=0)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.child import Child, tail
 from deploy.plan import ProcessSpec
-from deploy.sweep import find_processes, is_alive, kill_processes, wait_until_gone
+from deploy.running.child import Child, tail
+from deploy.running.sweep import find_processes, is_alive, kill_processes, wait_until_gone
 from tests.deploy.fakes import ROOT
 from tests.waiting import wait_until
 
@@ -90,7 +90,7 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import os, time\n"
         "from pathlib import Path\n"
-        "from deploy.child import Child\n"
+        "from deploy.running.child import Child\n"
         "from tests.deploy.test_child import HANG, spec\n"
         f"child = Child(spec(Path({str(tmp_path)!r}), HANG))\n"
         "print(child.pid, flush=True)\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import deploy
-from deploy.checks import check_config, resolve_config
+from deploy.checks.cluster import check_config, resolve_config
 from runtime.config import ClusterConfig
 from runtime.config.file import load_config
 

@@ -17,8 +17,8 @@ from deploy.control.membership import add_instance
 from deploy.controller import Controller
 from deploy.errors import ClusterError, ProcessDiedError
 from deploy.plan import Role
+from deploy.running.sweep import find_processes
 from deploy.state import Phase, ProcessState
-from deploy.sweep import find_processes
 from runtime.net.roles import Role as Callee
 from runtime.net.roles import role_secret
 from tests.deploy.fakes import LocalLauncher, fake_config, fake_context

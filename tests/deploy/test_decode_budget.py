@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bench.shapes import DEEPSEEK_V3
-from deploy.decode_budget import (
+from deploy.checks.decode_budget import (
     DecodePlan,
     check_placement,
     divide_memory,

@@ -12,10 +12,10 @@ import pytest
 import deploy
 from bench.pair.model_folder import hf_config
 from bench.shapes import DEEPSEEK_V3
-from deploy.checks import check_config, resolve_config
+from deploy.checks.cluster import check_config, resolve_config
+from deploy.checks.decode_budget import ALLOCATOR_SLACK
+from deploy.checks.decode_memory import describe_decode_memory, plan_decode_memory
 from deploy.cli import main
-from deploy.decode_budget import ALLOCATOR_SLACK
-from deploy.decode_memory import describe_decode_memory, plan_decode_memory
 from runtime.config import ClusterConfig
 from runtime.config.file import load_config
 from runtime.errors import ConfigError

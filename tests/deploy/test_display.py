@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deploy.cluster_view import phase_now
-from deploy.display import StartDisplay, choice_of, own_command, ready_message
-from deploy.instance import without_tracebacks
-from deploy.log_lines import last_stage, shortened
+from deploy.running.instance import without_tracebacks
 from deploy.state import ClusterState, Phase, ProcessState, run_dir_of
+from deploy.views.cluster import phase_now
+from deploy.views.display import StartDisplay, choice_of, own_command, ready_message
+from deploy.views.log_lines import last_stage, shortened
 
 STATE = ClusterState(
     name="one",

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from deploy import download as downloading
+from deploy.checkpoint import download as downloading
+from deploy.checkpoint.download import download
+from deploy.checkpoint.hub import HubError, cache_folder
+from deploy.checkpoint.model_folder import model_like
 from deploy.cli import main
-from deploy.download import download
-from deploy.hub import HubError, cache_folder
-from deploy.model_folder import model_like
 from runtime.config import ModelSection
 from runtime.errors import ConfigError
 from runtime.hub_model import HubModel

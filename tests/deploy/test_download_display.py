@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from deploy import download_display
-from deploy.download_display import describe_progress, shown
+from deploy.checkpoint import download_display
+from deploy.checkpoint.download_display import describe_progress, shown
 
 GB = 10**9
 

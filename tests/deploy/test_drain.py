@@ -16,10 +16,10 @@ import pytest
 from deploy.cli import main as tandem
 from deploy.control.events import EventLog
 from deploy.control.service import ControllerServer, serve_controller
-from deploy.fleet import Fleet, FleetTimes
 from deploy.plan import RunContext
-from deploy.pool_watch import PoolWatch
+from deploy.running.fleet import Fleet, FleetTimes
 from deploy.state import ClusterState, Phase, run_dir_of
+from deploy.views.pool_watch import PoolWatch
 from runtime.config.file import dump_config
 from runtime.net.credentials import Credentials, Listen
 from runtime.pb import (

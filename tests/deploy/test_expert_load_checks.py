@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploy.checks import check_config
+from deploy.checks.cluster import check_config
 from engine.model.registry import read_config
 from experts.trace import ExpertTrace
 from runtime.config import ClusterConfig, PrefillSection

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deploy.clients.expert_recording import instances_to_record, record
 from deploy.errors import ClusterError, WrongArgumentError
-from deploy.expert_recording import instances_to_record, record
 from deploy.plan import Role
-from deploy.pool_watch import PoolMember
+from deploy.views.pool_watch import PoolMember
 from experts.trace import ExpertTrace
 from router.pool.expert_recording import Rank, Recorded, Wanted, passes_of_a_window
 from runtime.net.roles import Role as Callee

@@ -10,8 +10,8 @@ import pytest
 
 from deploy.certificates import Authority, KeyRequest, check_certificate
 from deploy.errors import ClusterError
-from deploy.host_folder import host_folder, lay_files, remove_files
-from deploy.places import Place, Places
+from deploy.hosts.folder import host_folder, lay_files, remove_files
+from deploy.hosts.places import Place, Places
 from deploy.plan import KEY_NAME, ProcessSpec, plan_instances, process_specs
 from runtime.config.file import load_config
 from runtime.errors import ConfigError

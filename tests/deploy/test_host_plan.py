@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.host_plan import HostPlace, HostPorts, RankPlan, check_ports, plan_ranks
+from deploy.hosts.plan import HostPlace, HostPorts, RankPlan, check_ports, plan_ranks
 from deploy.plan import Role
 from deploy.ports import listen_at
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
@@ -84,7 +84,7 @@ def test_the_second_of_two_hosts_has_the_second_half_of_the_ranks() -> None:
 
 
 def test_each_rank_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.host_plan.count_devices", lambda: 4)
+    monkeypatch.setattr("deploy.hosts.plan.count_devices", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,6,7")
     plans = planned(PLACE, device="cuda")
     assert [plan.spec.env["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["3", "4"]

@@ -12,11 +12,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from deploy import host_ranks
 from deploy.certificates import make_certificates
-from deploy.host_health import HostHealth
-from deploy.host_plan import RankPlan
-from deploy.host_ranks import HostRanks
+from deploy.hosts import ranks as host_ranks
+from deploy.hosts.health import HostHealth
+from deploy.hosts.plan import RankPlan
+from deploy.hosts.ranks import HostRanks
 from deploy.plan import ProcessSpec
 from deploy.ports import free_port
 from runtime.errors import ConfigError

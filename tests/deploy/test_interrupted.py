@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from deploy.control.events import EventKind, EventLog, interrupted, read_events
+from deploy.running.sweep import find_processes
 from deploy.state import Phase
-from deploy.sweep import find_processes
 from runtime.config import ClusterConfig
 from runtime.config.file import dump_config, load_config
 from tests.deploy.fakes import ROOT

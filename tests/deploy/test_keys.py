@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from deploy.checks.posture import posture_of
 from deploy.cli import main
 from deploy.control.events import EventKind, read_events
-from deploy.places import Place, Places
+from deploy.hosts.places import Place, Places
 from deploy.plan import Role, plan_instances, process_specs
-from deploy.posture import posture_of
 from router.keys.file import read_keys
 from router.keys.record import PREFIX, KeyLimits, Right, hash_key
 from router.keys.source import KEYS_VARIABLE, KeySource, key_source

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.checks import check_config, resolve_config
+from deploy.checks.cluster import check_config, resolve_config
 from runtime.config import ClusterConfig
 from runtime.errors import ConfigError
 from tests.deploy.fakes import fake_config

@@ -8,8 +8,8 @@ import pytest
 
 from deploy.cli import main
 from deploy.errors import ClusterError
-from deploy.log_reader import LocalLogs, chosen_names, follow, merged_tail
 from deploy.state import ClusterState, Phase, ProcessState, RunDir, run_dir_of
+from deploy.views.log_reader import LocalLogs, chosen_names, follow, merged_tail
 
 NAMES = ["controller", "router", "prefill-0", "decode-0/0", "decode-0/1", "decode-1"]
 

@@ -9,10 +9,10 @@ import shlex
 import pytest
 
 from bench.shapes import DEEPSEEK_V3
-from deploy.checks import resolve_config
+from deploy.checkpoint.model_shapes import read_model_shape, shape_names, with_shape
+from deploy.checks.cluster import resolve_config
+from deploy.checks.prefill_memory import plan_prefill_memory
 from deploy.cli import main
-from deploy.model_shapes import read_model_shape, shape_names, with_shape
-from deploy.prefill_memory import plan_prefill_memory
 from engine.config import DeepseekV3Config
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from runtime.errors import ConfigError

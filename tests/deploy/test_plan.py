@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.places import Place, Places, local_ranks
+from deploy.hosts.places import Place, Places, local_ranks
 from deploy.plan import Role, num_devices_needed, plan_instances, process_specs
 from runtime.config import ClusterConfig, DecodeSection, PrefillSection
 from tests.deploy.fakes import fake_config, fake_context

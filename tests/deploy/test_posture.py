@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from deploy.display import posture_table
-from deploy.posture import Port, posture_of
+from deploy.checks.posture import Port, posture_of
+from deploy.views.display import posture_table
 from runtime.config import (
     ClusterConfig,
     ClusterSection,

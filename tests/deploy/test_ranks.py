@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.ranks.played import Fault, play
-from deploy.commands.ranks import SHOWN_RANKS, render
+from deploy.commands.cluster.ranks import SHOWN_RANKS, render
 from runtime.stragglers.rank_picture import describe, picture_of
 from runtime.stragglers.slow_ranks import find_slow
 

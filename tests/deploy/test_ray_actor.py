@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from deploy import ray_actor
-from deploy.child import ChildReport
-from deploy.launcher import SupervisorLostError
-from deploy.ray_actor import RaySupervisor
+from deploy.ray import actor as ray_actor
+from deploy.ray.actor import RaySupervisor
+from deploy.running.child import ChildReport
+from deploy.running.launcher import SupervisorLostError
 
 
 class FakeRayError(Exception):

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from deploy.errors import ClusterError
-from deploy.ray_connection import open_ray
-from deploy.ray_settings import RaySettings
-from deploy.ray_start import start_own_ray
-from deploy.sweep import ray_folder, ray_temp_dir
+from deploy.ray.connection import open_ray
+from deploy.ray.settings import RaySettings
+from deploy.ray.start import start_own_ray
+from deploy.running.sweep import ray_folder, ray_temp_dir
 
 LATE = "The current node timed out during startup. This could happen because ..."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.room import Resources, count_fitting
+from deploy.hosts.room import Resources, count_fitting
 
 RANK = {"CPU": 1.0, "GPU": 1.0}
 EIGHT = {"CPU": 8.0, "GPU": 8.0}

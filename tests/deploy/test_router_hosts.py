@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from deploy.errors import ClusterError
-from deploy.ray_actor import HostFacts
-from deploy.router_hosts import RouterHosts
+from deploy.hosts.router_hosts import RouterHosts
+from deploy.ray.actor import HostFacts
 from runtime.config import ClusterSection
 
 

@@ -20,9 +20,9 @@ import pytest
 
 from deploy.cli import main as tandem
 from deploy.ports import free_port
-from deploy.ray_connection import is_reachable
+from deploy.ray.connection import is_reachable
+from deploy.running.sweep import find_processes, is_alive, ray_folder, ray_temp_dir
 from deploy.state import ClusterState, Phase, RunDir, run_dir_of
-from deploy.sweep import find_processes, is_alive, ray_folder, ray_temp_dir
 from runtime.config import ClusterConfig
 from runtime.config.file import dump_config
 from tests.deploy.fakes import ROOT, fake_config

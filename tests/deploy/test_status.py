@@ -17,18 +17,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deploy.checks import resolve_config
-from deploy.cluster_view import (
+from deploy.checks.cluster import resolve_config
+from deploy.commands.cluster.status import render
+from deploy.plan import Role
+from deploy.state import ClusterState, Phase, ProcessState, RunDir
+from deploy.views.cluster import (
     ClusterView,
     ProcessView,
     memory_of_trees,
     metrics_url,
     sum_of_routers,
 )
-from deploy.commands.status import render
-from deploy.plan import Role
-from deploy.pool_watch import PoolMember
-from deploy.state import ClusterState, Phase, ProcessState, RunDir
+from deploy.views.pool_watch import PoolMember
 from runtime.config import ClusterConfig, ClusterSection, RouterSection
 from runtime.config.file import dump_config
 from runtime.net.credentials import Credentials

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from deploy.running.sweep import find_processes
 from deploy.state import RunDir, run_dir_of
-from deploy.sweep import find_processes
 from runtime.config.file import load_config
 from tests.deploy.fakes import ROOT
 from tests.waiting import wait_until

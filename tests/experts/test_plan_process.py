@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from deploy.sweep import is_alive, wait_until_gone
+from deploy.running.sweep import is_alive, wait_until_gone
 from experts.even_plan import even_rounds
 from experts.plan_process import PlanProcess, compute_here
 from experts.windows import LoadWindow

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import cast
 
 from bench.pair.watch import sum_values
+from deploy.clients.openai_client import Server
 from deploy.errors import ClusterError
-from deploy.openai_client import Server
 from engine.config import DeepseekV3Config
 from engine.hf_config.content import read_content
 from engine.model.llama_config import LlamaConfig

@@ -13,32 +13,32 @@ import orjson
 import tokenizers
 
 from router.errors import RequestError
-from router.http.conversation import new_reader
-from router.http.error_params import errors_named_by
-from router.http.errors import failure_from
-from router.http.experts import Asked
-from router.http.generate import GenerateRequest, as_completion
-from router.http.generate import names_of as names_of_generate
-from router.http.messages.request import CountRequest, MessagesRequest
-from router.http.messages.request import as_chat as chat_of_messages
-from router.http.messages.request import names_of as names_of_messages
-from router.http.output_rules import rules_of
-from router.http.params import for_prompt, num_choices, sampling_from, tokens_asked_for
-from router.http.prompts import chat_prompt, check_chat, check_completion, completion_prompts
-from router.http.responses.request import InputRequest, ResponsesRequest
-from router.http.responses.request import as_chat as chat_of_responses
-from router.http.responses.request import names_of as names_of_responses
-from router.http.schema import ChatRequest, CompletionRequest, parse_body
-from router.http.structural_tags import structural_form
-from router.http.tiers import standing_of
-from router.http.tokenization import (
+from router.http.access.tiers import standing_of
+from router.http.apis.error_params import errors_named_by
+from router.http.apis.generate import GenerateRequest, as_completion
+from router.http.apis.generate import names_of as names_of_generate
+from router.http.apis.messages.request import CountRequest, MessagesRequest
+from router.http.apis.messages.request import as_chat as chat_of_messages
+from router.http.apis.messages.request import names_of as names_of_messages
+from router.http.apis.responses.request import InputRequest, ResponsesRequest
+from router.http.apis.responses.request import as_chat as chat_of_responses
+from router.http.apis.responses.request import names_of as names_of_responses
+from router.http.apis.tokenization import (
     DetokenizeRequest,
     TokenizeRequest,
     as_generation,
     text_answer,
     tokens_answer,
 )
-from router.http.unsupported import ignored_fields, refuse_unsupported
+from router.http.errors import failure_from
+from router.http.experts import Asked
+from router.http.openai.conversation import new_reader
+from router.http.openai.output_rules import rules_of
+from router.http.openai.params import for_prompt, num_choices, sampling_from, tokens_asked_for
+from router.http.openai.prompts import chat_prompt, check_chat, check_completion, completion_prompts
+from router.http.openai.schema import ChatRequest, CompletionRequest, parse_body
+from router.http.openai.structural_tags import structural_form
+from router.http.openai.unsupported import ignored_fields, refuse_unsupported
 from router.model import ServedModel, load_served_model
 from router.text.calls.formats import CALL_FORMATS
 from runtime.config import ModelSection

@@ -19,7 +19,7 @@ from grammar.constraints import Constraints
 from grammar.matcher import Matcher, num_mask_words
 from runtime.sampling import OutputConstraint, SamplingParams
 
-MODEL_DIR = Path(__file__).parents[3] / "deploy" / "models" / "tandem-python"
+MODEL_DIR = Path(__file__).parents[2] / "deploy" / "models" / "tandem-python"
 VOCAB = 4096
 EOS = 1
 MOST_TOKENS = 400

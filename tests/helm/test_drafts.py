@@ -10,8 +10,8 @@ import pytest
 from helm_python.errors import HelmError
 
 from bench.shapes import DEEPSEEK_V3
-from deploy.decode_memory import plan_decode_memory
-from deploy.drafts import decide_drafts
+from deploy.checks.decode_memory import plan_decode_memory
+from deploy.checks.drafts import decide_drafts
 from runtime.config.file import parse_config
 from tests.helm.rendering import PROFILES, Values, probe, profile, render
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from deploy.sweep import is_alive
+from deploy.running.sweep import is_alive
 from tests.hosts.by_hand import ByHand
 from tests.hosts.cluster import HostedCluster, serving
 from tests.hosts.hosts import Hosts, why_no_hosts

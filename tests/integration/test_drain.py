@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.drain import drain_ranks, ranks_of
-from deploy.pool_watch import fetch_members
+from deploy.views.pool_watch import fetch_members
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM
 from runtime.config import (
     ClusterConfig,

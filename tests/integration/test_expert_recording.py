@@ -14,10 +14,10 @@ import aiohttp
 import numpy as np
 import pytest
 
+from deploy.clients.expert_recording import instances_to_record, record
 from deploy.errors import ClusterError, WrongArgumentError
-from deploy.expert_recording import instances_to_record, record
 from deploy.plan import Role
-from deploy.pool_watch import PoolMembers, fetch_members
+from deploy.views.pool_watch import PoolMembers, fetch_members
 from engine.boot.build import build_model
 from engine.boot.experts import count_experts
 from engine.generate import generate

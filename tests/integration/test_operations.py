@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from deploy.checks import resolve_config
+from deploy.checks.cluster import resolve_config
 from deploy.cli import main as tandem
 from deploy.plan import Role
 from engine.model.deepseek_v3 import DeepseekV3ForCausalLM

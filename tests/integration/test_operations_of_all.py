@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from deploy.checks import resolve_config
+from deploy.checks.cluster import resolve_config
 from deploy.cli import main as tandem
 from deploy.ports import free_port, free_ports
 from runtime.config import ClusterConfig, ClusterSection, ModelSection, RouterSection

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.checks import resolve_config
+from deploy.checks.cluster import resolve_config
 from deploy.cli import main as tandem
 from deploy.control.events import interrupted
 from deploy.plan import Role

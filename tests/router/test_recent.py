@@ -6,9 +6,9 @@ import logging
 
 import pytest
 
-from router.metrics import RouterMetrics
-from router.model_metrics import ModelMetrics
-from router.recent import LINE_S, SAMPLE_S, LoadLines, RecentWindow, Totals, quantile
+from router.metrics.core import RouterMetrics
+from router.metrics.model import ModelMetrics
+from router.metrics.recent import LINE_S, SAMPLE_S, LoadLines, RecentWindow, Totals, quantile
 
 
 class Clock:

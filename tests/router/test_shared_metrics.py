@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from router.shared_metrics import SharedMetrics
+from router.metrics.shared import SharedMetrics
 
 COUNT = """
 from prometheus_client import Counter, CollectorRegistry

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from router.distribution import Distribution
-from router.shared_metrics import SharedMetrics
-from router.tally import CountTally, DeliveryTally, ValueTally
+from router.metrics.shared import SharedMetrics
+from router.metrics.tally import CountTally, DeliveryTally, ValueTally
 
 BUCKETS = (0.25, 0.5, 1.0)
 DELIVERIES = st.lists(

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from decode.metrics import DecodeMetrics
 from prefill.messages import LoopLoad
 from prefill.metrics import PrefillMetrics
-from router.metrics import RouterMetrics
-from router.model_metrics import ModelMetrics
+from router.metrics.core import RouterMetrics
+from router.metrics.model import ModelMetrics
 from runtime.metrics.core import gauge_of
 from runtime.pb import registry_pb2
 from worker.health import Health

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.drafts import decide_drafts
-from deploy.model_folder import BUNDLED_MODEL
+from deploy.checkpoint.model_folder import BUNDLED_MODEL
+from deploy.checks.drafts import decide_drafts
 from engine.config import DeepseekV3Config
 from engine.model.registry import read_config
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection

@@ -11,13 +11,13 @@ import orjson
 from aiohttp import web
 
 from router.errors import RequestError
-from router.http import sse
-from router.http.connections import Connections
 from router.http.console.observer import Observer
 from router.http.console.page import load_page
 from router.http.console.sign_in import SignIn
 from router.http.experts import ExpertRecordings
 from router.http.serving import Serving
+from router.http.wire import sse
+from router.http.wire.connections import Connections
 from router.pool.journal import PoolJournal
 from runtime.logging import get_logger
 

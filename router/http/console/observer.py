@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.http.app import missing_parts, worker_state
-from router.http.connections import Connections
 from router.http.console.finished import WINDOW_S, median_of
 from router.http.console.history import NUM_POINTS, STEP_S, History, HistoryView, number_at
 from router.http.console.part import Event, LiveRequest, Part, PartFolder, Point
@@ -18,6 +17,7 @@ from router.http.console.rates import RateMeter
 from router.http.console.snapshot import MAX_LIVE, PoolPicture, Requests, merge, picture_of
 from router.http.errors import OURS
 from router.http.serving import Serving
+from router.http.wire.connections import Connections
 from router.pool.journal import PoolEvent, PoolJournal
 from router.pool.members import Member
 from router.requests.generation import Generation

@@ -12,9 +12,9 @@ from urllib.parse import parse_qs
 from aiohttp import web
 
 from router.errors import ForbiddenError
-from router.http.access import CONSOLE, END_PATH, SESSION_PATH
+from router.http.access.access import CONSOLE, END_PATH, SESSION_PATH
+from router.http.access.gate import EXPIRED, SESSION_COOKIE, Gate
 from router.http.console.page import Page, load_sign_in
-from router.http.gate import EXPIRED, SESSION_COOKIE, Gate
 from router.keys.sessions import SESSION_S
 
 MAX_FORM_BYTES = 4096

@@ -9,8 +9,8 @@ import pytest
 from bench.engine import rank_model
 from bench.engine.decode import step_sizes
 from bench.shapes import TINY, with_layers
+from deploy.checkpoint.model_folder import BUNDLED_MODEL
 from deploy.cli import main
-from deploy.model_folder import BUNDLED_MODEL
 from engine.boot.build import build_kv_pool, build_model
 from engine.boot.open_execution import OpenExecution, open_execution
 from engine.graphs.buckets import batch_buckets

@@ -8,7 +8,7 @@ import pytest
 
 from bench.engine.grammar_host import GrammarHost
 from bench.engine.schemas import widened
-from deploy.model_folder import BUNDLED_MODEL
+from deploy.checkpoint.model_folder import BUNDLED_MODEL
 from grammar.vocabulary import read_vocabulary
 
 pytestmark = pytest.mark.nightly

@@ -9,7 +9,7 @@ import pytest
 from bench.pair.model_folder import count_tokens, hf_config, write_model_folder
 from bench.pair.options import PairOptions
 from bench.shapes import SHAPES, with_layers
-from deploy.checks import check_config, resolve_config
+from deploy.checks.cluster import check_config, resolve_config
 from deploy.devices import rotate, visible_devices
 from engine.config import DeepseekV3Config
 from router.model import load_served_model

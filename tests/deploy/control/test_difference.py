@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.checks import resolve_config
+from deploy.checks.cluster import resolve_config
 from deploy.control.difference import check_can_change, difference, rolled_roles
 from deploy.control.settings import resolved_like
 from deploy.errors import WrongArgumentError

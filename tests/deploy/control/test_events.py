@@ -12,7 +12,7 @@ from deploy.control.events import MOST_EVENTS, Event, EventKind, EventLog, inter
 from deploy.control.operation import Operation, OperationDesk, Outcome, Request, Step
 from deploy.control.pool_events import PoolEvents
 from deploy.plan import Role
-from deploy.pool_watch import PoolMember
+from deploy.views.pool_watch import PoolMember
 
 
 async def test_events_outlive_whoever_wrote_them(tmp_path: Path) -> None:

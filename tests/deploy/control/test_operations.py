@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from deploy.cli import main as tandem
-from deploy.commands.logs import log_source
+from deploy.commands.cluster.logs import log_source
 from deploy.control.client import follow
 from deploy.control.events import EventKind
 from deploy.errors import ClusterError
@@ -410,7 +410,7 @@ def test_status_is_shown_again_and_again(
         if len(pauses) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("deploy.commands.status.time.sleep", pause)
+    monkeypatch.setattr("deploy.commands.cluster.status.time.sleep", pause)
     assert run(cluster, "status", "--watch", "0.5", "--json") == 130
     views = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [view["phase"] for view in views] == ["ready"] * 3

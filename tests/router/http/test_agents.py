@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.http.hints import IGNORED_HEADER
+from router.http.openai.hints import IGNORED_HEADER
 from tests.router.conftest import MODEL, SPECIAL, Cluster, write_model
 from tests.router.http.agents import (
     AGENTS,

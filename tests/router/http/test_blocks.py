@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.blocks import Begin, Block, BlockKind, Blocks, Delta, End
+from router.http.apis.blocks import Begin, Block, BlockKind, Blocks, Delta, End
 from router.text.calls.events import Content
 from router.text.output import Piece
 from router.text.parts import CallDelta, Part

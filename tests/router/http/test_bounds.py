@@ -11,7 +11,13 @@ import orjson
 import pytest
 
 from router.errors import RequestError
-from router.http.schema import MAX_DEPTH, MAX_PARTS, ChatRequest, CompletionRequest, parse_body
+from router.http.openai.schema import (
+    MAX_DEPTH,
+    MAX_PARTS,
+    ChatRequest,
+    CompletionRequest,
+    parse_body,
+)
 from router.text.tokenizer import Tokenizer
 from tests.router.conftest import MODEL, Cluster, StartRouter
 

@@ -10,7 +10,7 @@ import aiohttp
 import orjson
 import pytest
 
-from router.http.connections import Connection, ConnectionLimits, Connections
+from router.http.wire.connections import Connection, ConnectionLimits, Connections
 from tests.router.conftest import MODEL, Cluster, StartRouter
 from tests.waiting import until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 import pytest
 
-from router.http.cors import ANY
+from router.http.access.cors import ANY
 from runtime.config import RouterSection
 from runtime.errors import ConfigError
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter

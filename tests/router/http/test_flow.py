@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http import flow
-from router.http.sse import TextEvent
+from router.http.wire import flow
+from router.http.wire.sse import TextEvent
 from router.text.output import ChoiceText, OutputOptions
 from router.text.tokenizer import Tokenizer
 from tests.router.conftest import ANSWER, MODEL, Cluster, train_tokenizer

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http.generate import GenerateRequest, as_completion, names_of
-from router.http.schema import CompletionRequest, validated
+from router.http.apis.generate import GenerateRequest, as_completion, names_of
+from router.http.openai.schema import CompletionRequest, validated
 from runtime.errors import PeerLostError
 from tests.router.conftest import ANSWER, Cluster
 from tests.router.http.test_operations import metric_values

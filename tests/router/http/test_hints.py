@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.http.hints import IGNORED_HEADER, Api, take_hints
+from router.http.openai.hints import IGNORED_HEADER, Api, take_hints
 from tests.router.conftest import MODEL, SPECIAL, Cluster, StartRouter, write_model
 from tests.router.http.test_tools import MARKS, NOW, WEATHER, prompt_of
 from tests.router.text import templates

@@ -12,7 +12,7 @@ import aiohttp
 import openai
 import pytest
 
-from router.http.rate_limits import duration_text
+from router.http.access.rate_limits import duration_text
 from router.keys.file import add_to_file, remove_from_file
 from router.keys.record import KeyLimits, KeyRecord, hash_key, new_key
 from router.keys.source import KEYS_VARIABLE
@@ -366,13 +366,15 @@ async def test_each_request_is_one_line_of_the_log_without_its_key(
         "sk-of-nobody",
     ]
     cluster = await with_workers(await start_router(keys_file=str(keys_file)))
-    caplog.set_level(logging.INFO, logger="router.http.gate")
+    caplog.set_level(logging.INFO, logger="router.http.access.gate")
     clients = [await sdk(cluster, key) for key in keys]
     await clients[0].completions.create(**BODY)
     for client in clients:
         with pytest.raises(openai.APIStatusError):
             await client.completions.create(**BODY)
-    lines = [record.getMessage() for record in caplog.records if record.name == "router.http.gate"]
+    lines = [
+        record.getMessage() for record in caplog.records if record.name == "router.http.access.gate"
+    ]
     # At its start it also says that nobody may see the console.
     lines = [line for line in lines if line.startswith("key=")]
     said = [line.partition(" method=")[0] for line in lines]

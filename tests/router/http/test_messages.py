@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.errors import NotReadyError, RequestError, TooManyRequestsError
+from router.http.apis.messages.answer import ANTHROPIC
+from router.http.apis.messages.request import MessagesRequest, as_chat
 from router.http.errors import failure_from
-from router.http.messages.answer import ANTHROPIC
-from router.http.messages.request import MessagesRequest, as_chat
-from router.http.schema import validated
+from router.http.openai.schema import validated
 from router.model import ServedModel, load_served_model
 from runtime.config import ModelSection
 from runtime.errors import ERRORS_BY_CODE, PeerLostError

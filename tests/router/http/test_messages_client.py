@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 
-from router.http.messages.answer import arguments_of
+from router.http.apis.messages.answer import arguments_of
 from tests.router.conftest import MODEL, Cluster, StartRouter, write_model
 from tests.router.http.test_tools import (
     ARGUMENTS,

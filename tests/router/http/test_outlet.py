@@ -10,9 +10,9 @@ import orjson
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from router.http.connections import ConnectionLimits, Connections
-from router.http.outbox import Connection, Outbox
-from router.http.outlet import Outlet
+from router.http.wire.connections import ConnectionLimits, Connections
+from router.http.wire.outbox import Connection, Outbox
+from router.http.wire.outlet import Outlet
 from tests.router.conftest import Cluster, StartRouter
 from tests.router.http.test_connections import COMPLETION, add_workers, connect, post
 from tests.waiting import until

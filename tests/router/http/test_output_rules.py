@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from router.http.output_rules import OutputRules
+from router.http.openai.output_rules import OutputRules
 from router.model import ServedModel
 from router.text.grammar.compilers import Compilers
 from router.text.grammar.forms import text

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.errors import RequestError
-from router.http.params import for_choice, for_prompt, sampling_from
-from router.http.schema import ChatRequest, CompletionRequest, parse_body
+from router.http.openai.params import for_choice, for_prompt, sampling_from
+from router.http.openai.schema import ChatRequest, CompletionRequest, parse_body
 from router.model import ModelLimits
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=1000, eos_token_ids=(1, 2))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from router.http.connections import ConnectionLimits, Connections
-from router.http.reply import Reply
+from router.http.wire.connections import ConnectionLimits, Connections
+from router.http.wire.reply import Reply
 
 LIMITS = ConnectionLimits(max_connections=10, header_timeout_s=5.0, stall_timeout_s=5.0)
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"

@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from router.http.openai.response import Choice, Prompt, ResponseInfo
 from router.http.request_spans import record_request
-from router.http.response import Choice, Prompt, ResponseInfo
 from router.pool.members import WorkerKey
 from router.requests.generation import Generation, Mailbox
 from runtime.sampling import SamplingParams

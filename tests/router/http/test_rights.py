@@ -8,8 +8,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from deploy.cluster_view import _fetch_status
-from router.http.gate import SESSION_COOKIE
+from deploy.views.cluster import _fetch_status
+from router.http.access.gate import SESSION_COOKIE
 from router.keys.file import add_to_file, remove_from_file
 from router.keys.record import KeyRecord, Right, hash_key, new_key
 from router.keys.source import KEYS_VARIABLE

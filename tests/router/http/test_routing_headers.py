@@ -6,7 +6,7 @@ import aiohttp
 import orjson
 import pytest
 
-from router.http.routing_headers import CONVERSATION_HEADER, ROUTING_HEADER
+from router.http.access.routing_headers import CONVERSATION_HEADER, ROUTING_HEADER
 from tests.router.conftest import MODEL, Cluster, StartRouter
 
 BODY = {"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 4}

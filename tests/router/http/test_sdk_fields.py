@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from router.http.hints import HINTS, HOSTED_TOOLS, IGNORED_HEADER
+from router.http.openai.hints import HINTS, HOSTED_TOOLS, IGNORED_HEADER
 from tests.router.conftest import MODEL, SPECIAL, Cluster, write_model
 from tests.router.http.sdk_types import Walk
 from tests.router.http.test_tools import MARKS

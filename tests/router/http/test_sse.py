@@ -7,7 +7,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.http import sse
+from router.http.wire import sse
 from tests.router.conftest import ANSWER, MODEL, Cluster, StartRouter
 
 BODY = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 100}

@@ -10,7 +10,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from router.http.gate import Gate
+from router.http.access.gate import Gate
 from router.keys.file import add_to_file
 from router.keys.ledger import KeyLedger
 from router.keys.record import LEAST_OUTPUT, KeyLimits, KeyRecord, hash_key, new_key
@@ -122,7 +122,7 @@ async def test_seconds_of_cpu_cost_requests_and_are_counted_by_key(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, http = await start(requests_per_minute=1000)
-    monkeypatch.setattr("router.http.gate.CPU_S_OF_REQUEST", 1e-6)  # of the quickest machine
+    monkeypatch.setattr("router.http.access.gate.CPU_S_OF_REQUEST", 1e-6)  # of the quickest machine
 
     async def left() -> int:
         async with http.post("/tokenize", json={"prompt": "x"}) as response:

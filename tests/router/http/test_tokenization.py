@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.errors import RequestError
-from router.http.hints import IGNORED_HEADER
-from router.http.schema import ChatRequest, CompletionRequest, validated
-from router.http.tokenization import TokenizeRequest, as_generation
+from router.http.apis.tokenization import TokenizeRequest, as_generation
+from router.http.openai.hints import IGNORED_HEADER
+from router.http.openai.schema import ChatRequest, CompletionRequest, validated
 from tests.router.conftest import ANSWER, MODEL, Cluster
 from tests.router.outputs import MAX_MODEL_LEN
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
-from router.http.conversation import new_reader, template_messages
-from router.http.response import Prompt
-from router.http.schema import ChatRequest
+from router.http.openai.conversation import new_reader, template_messages
+from router.http.openai.response import Prompt
+from router.http.openai.schema import ChatRequest
 from router.model import load_served_model
 from router.text.call_history import CallHistory
 from router.text.reasoning import Start

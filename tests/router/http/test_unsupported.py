@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 
 from router.errors import RequestError
-from router.http.conversation import template_messages
-from router.http.output_forms import form_of
-from router.http.schema import ChatRequest
-from router.http.unsupported import (
+from router.http.openai.conversation import template_messages
+from router.http.openai.output_forms import form_of
+from router.http.openai.schema import ChatRequest
+from router.http.openai.unsupported import (
     MAX_UNKNOWN,
     ignored_fields,
     refuse_switches,

@@ -6,9 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bench.ranks.played import Fault, play
+from router.metrics.ranks import RankMetrics
 from router.pool.members import WorkerKey
 from router.pool.rank_watch import KEPT_BLOCKS, LOOK_S, RankWatch
-from router.rank_metrics import RankMetrics
 from runtime.pb import registry_pb2
 from runtime.stragglers.rank_picture import (
     block_from_proto,

@@ -6,8 +6,8 @@ import asyncio
 
 import aiohttp
 
-from router.metrics import RouterMetrics
-from router.model_metrics import ModelMetrics
+from router.metrics.core import RouterMetrics
+from router.metrics.model import ModelMetrics
 from router.pool.members import Member, Role, WorkerKey
 from router.requests.aborts import Aborts
 from router.requests.clients import WorkerClients

@@ -19,7 +19,7 @@ from runtime.metrics.vllm_names import PREFIX, ROWS, VllmNames
 from tests.decode.cluster import run_cluster
 from tests.runtime.exports import Exports, hold, make_exports
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "use" / "metrics.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "use" / "metrics.md"
 ROLES = ("prefill", "decode", "router")
 PROMETHEUS_2 = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 PROMETHEUS_3 = (

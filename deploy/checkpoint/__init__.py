@@ -1,0 +1,1 @@
+"""Checkpoints: folders, the hub, shapes, and what is said of one."""

@@ -1,0 +1,1 @@
+"""What would not run, found before anything is started."""

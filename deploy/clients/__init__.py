@@ -1,0 +1,1 @@
+"""Clients of a router and of its experts' recordings."""

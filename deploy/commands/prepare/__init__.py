@@ -1,0 +1,1 @@
+"""Commands before a cluster runs, and beside it: checks, models, keys, measurements."""

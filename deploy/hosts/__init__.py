@@ -1,0 +1,1 @@
+"""Hosts: what they have free, what runs on each, and how they are."""

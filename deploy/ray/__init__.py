@@ -1,0 +1,1 @@
+"""Ray, where ranks of several hosts are started by it."""

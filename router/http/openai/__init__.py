@@ -1,0 +1,1 @@
+"""OpenAI's APIs: what a request asks for, and what its answer says."""

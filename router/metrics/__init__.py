@@ -1,0 +1,1 @@
+"""What the router counts, of itself, of each model and of ranks."""
