@@ -233,7 +233,8 @@ class Container:
         """Tell its first process."""
         pid = self._first_pid()
         if pid is not None:
-            os.kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(pid, number)
 
     async def kill(self) -> None:
         """End all that is in it."""
