@@ -38,7 +38,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
         "tests/bench/tuner/",
     ),
     "clients": (
-        *COMMON, "proto/", "router/http/", "router/text/", "tests/clients/",
+        *COMMON, "proto/", "router/http/", "router/text/", "grammar/", "tests/clients/",
     ),
     "pods": ("Makefile", ".ci/", "deploy/docker/", "helm/", "tests/pods/"),
 }  # fmt: skip
