@@ -6,29 +6,39 @@ from typing import Protocol
 
 
 class MoESizes(Protocol):
-    """Sizes and routing, by the names of a checkpoint's ``config.json``.
-
-    Attributes:
-        n_routed_experts: E, experts of a layer.
-        num_experts_per_tok: experts of a token.
-        n_group: groups of neighbouring experts.
-        topk_group: groups that a token's experts may lie in.
-        hidden_size: numbers of a token's hidden state.
-        moe_intermediate_size: columns of an expert.
-        num_moe_layers: layers with experts, without those that draft.
-    """
+    """Sizes and routing, by the names of a checkpoint's ``config.json``."""
 
     @property
-    def n_routed_experts(self) -> int: ...  # noqa: D102
+    def n_routed_experts(self) -> int:
+        """E, experts of a layer."""
+        ...
+
     @property
-    def num_experts_per_tok(self) -> int: ...  # noqa: D102
+    def num_experts_per_tok(self) -> int:
+        """Experts of a token."""
+        ...
+
     @property
-    def n_group(self) -> int: ...  # noqa: D102
+    def n_group(self) -> int:
+        """Groups of neighbouring experts."""
+        ...
+
     @property
-    def topk_group(self) -> int: ...  # noqa: D102
+    def topk_group(self) -> int:
+        """Groups that a token's experts may lie in."""
+        ...
+
     @property
-    def hidden_size(self) -> int: ...  # noqa: D102
+    def hidden_size(self) -> int:
+        """Numbers of a token's hidden state."""
+        ...
+
     @property
-    def moe_intermediate_size(self) -> int: ...  # noqa: D102
+    def moe_intermediate_size(self) -> int:
+        """Columns of an expert."""
+        ...
+
     @property
-    def num_moe_layers(self) -> int: ...  # noqa: D102
+    def num_moe_layers(self) -> int:
+        """Layers with experts, without those that draft; counted, not a field."""
+        ...

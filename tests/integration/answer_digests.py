@@ -14,19 +14,17 @@ import json
 import random
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from runtime.config import ClusterConfig, DecodeSection, ModelSection, PrefillSection
-from tests.engine.tiny_llama import LLAMA3, llama_config, write_llama
 from tests.integration.cluster import Cluster
+from tests.integration.test_llama import CONFIGS as LLAMAS
+from tests.integration.test_llama import LENGTHS, write_folder
 from tests.integration.test_tokens import CONFIGS
-from tests.router.conftest import write_model
 
-LENGTHS = (1, 63, 64, 65, 200)
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "count": {"type": "integer"}},
@@ -50,18 +48,9 @@ def layouts(folder: Path) -> Iterator[tuple[str, ClusterConfig]]:
         ),
     )
     folder.mkdir()
-    write_model(folder)
-    text = json.loads((folder / "config.json").read_text())
-    sizes = {"vocab_size": text["vocab_size"], "eos_token_id": text["eos_token_id"]}
-    write_llama(folder, llama_config(**sizes, rope_scaling=dict(LLAMA3)), seed=2)
-    yield (
-        "llama-tp2-to-dp2",
-        ClusterConfig(
-            model=ModelSection(path=str(folder)),
-            prefill=PrefillSection(tp=2, max_num_batched_tokens=96, num_blocks=64),
-            decode=DecodeSection(dp=2, num_blocks=64),
-        ),
-    )
+    prefill, decode = LLAMAS["tp2-to-dp2"]
+    model = ModelSection(path=str(write_folder(folder)))
+    yield "llama-tp2-to-dp2", ClusterConfig(model=model, prefill=prefill, decode=decode)
 
 
 def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -85,16 +74,22 @@ def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
 def digests_of(config: ClusterConfig, folder: Path) -> dict[str, str]:
     """A digest of each answer of one cluster, by the request's name."""
     found = {}
-    with Cluster(config, folder) as cluster, requests.Session() as session:
-        name = session.get(f"{cluster.base_url}/v1/models", timeout=60).json()["data"][0]["id"]
+    with Cluster(config, folder) as cluster:
+        (model,) = _fetch(f"{cluster.base_url}/v1/models")["data"]
         for title, body in bodies():
-            url = f"{cluster.base_url}/v1/completions"
-            answer = session.post(url, json={"model": name, **COMMON, **body}, timeout=300).json()
-            if "choices" not in answer:
-                raise AssertionError(f"{title}: {answer}")
+            asked = {"model": model["id"], **COMMON, **body}
+            answer = _fetch(f"{cluster.base_url}/v1/completions", asked)
             said = json.dumps([answer["choices"], answer["usage"]], sort_keys=True)
             found[title] = hashlib.sha256(said.encode()).hexdigest()[:16]
     return found
+
+
+def _fetch(url: str, body: dict[str, Any] | None = None) -> Any:
+    """An answer's JSON; HTTPError where it is an error."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
 
 
 def main() -> int:

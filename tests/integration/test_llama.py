@@ -42,7 +42,11 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny-llama")
+    return write_folder(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def write_folder(folder: Path) -> Path:
+    """Write a tiny Llama with a tokenizer into a folder that is there."""
     write_model(folder)
     text = json.loads((folder / "config.json").read_text())
     sizes = {"vocab_size": text["vocab_size"], "eos_token_id": text["eos_token_id"]}
